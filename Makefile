@@ -58,10 +58,13 @@ ifeq ($(PYTHON),$(VENV_PYTHON))
 	@python3 tools/browser.py
 endif
 
+# Where ccache is installed, objects of other checkouts are used again.
+CCACHE := $(if $(shell command -v ccache),CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_BASEDIR="$(CURDIR)" CCACHE_NOHASHDIR=1)
+
 # $(call build,TARGET): the module or the tests. They share the objects of the library, which take most of the time.
-build = @cmake -S . -B $(BUILD)/inplace $(GENERATOR) -DTHERMOCLINE_TESTS=ON \
+build = @$(CCACHE) cmake -S . -B $(BUILD)/inplace $(GENERATOR) -DTHERMOCLINE_TESTS=ON \
   -DPython_EXECUTABLE="$$($(PYTHON) -c 'import sys; print(sys.executable)')" > /dev/null \
-  && cmake --build $(BUILD)/inplace -j $(JOBS) --target $(1)
+  && $(CCACHE) cmake --build $(BUILD)/inplace -j $(JOBS) --target $(1)
 
 build-inplace: setup
 	$(call build,_core)

@@ -82,12 +82,16 @@ class Examples:
     def __len__(self) -> int:
         return -(-len(self.keys) // self.batch_size)
 
-    def __iter__(self) -> Iterator[tc.Batch]:
+    def parts(self) -> Iterator[npt.NDArray[Any]]:
+        """Yield the examples of each batch of the epoch."""
         order: npt.NDArray[Any] = np.arange(len(self.keys))
         if self.seed is not None:
             order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.keys))
         for begin in range(0, len(order), self.batch_size):
-            part = order[begin : begin + self.batch_size]
+            yield order[begin : begin + self.batch_size]
+
+    def __iter__(self) -> Iterator[tc.Batch]:
+        for part in self.parts():
             used = self.used[part]
             offsets = np.concatenate([[0], np.cumsum(used.sum(2).reshape(-1))])
             yield tc.Batch(self.keys[part][used], offsets, self.fields, label=self.label[torch.from_numpy(part)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 import sys
@@ -56,15 +57,25 @@ def settings_of(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def train_fuxictr(
+@dataclasses.dataclass
+class Built:
+    """FuxiCTR's model with its initial weights, and the encoded data set."""
+
+    model: Any
+    feature_map: Any
+    params: dict[str, Any]
+    vocabulary: dict[str, dict[str, int]]
+    """Of each feature: values to FuxiCTR's ids."""
+
+
+def build_fuxictr(
     config: ModelConfig, seed: int, data: DataSet, split: Path, work: Path, *, folder: Path, training: dict[str, Any]
-) -> dict[str, Any]:
-    """Train and evaluate on our split, like FuxiCTR's run_expid.py."""
+) -> Built:
+    """Encode our split and build the model, like FuxiCTR's run_expid.py."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     from fuxictr.features import FeatureMap
     from fuxictr.preprocess import FeatureProcessor, build_dataset
-    from fuxictr.pytorch.dataloaders import RankDataLoader
     from fuxictr.pytorch.torch_utils import seed_everything
 
     logging.disable(logging.WARNING)
@@ -109,17 +120,30 @@ def train_fuxictr(
     }
     (work / "checkpoints" / params["dataset_id"]).mkdir(parents=True)
     seed_everything(seed)
-    paths = build_dataset(FeatureProcessor(**params), **params)
+    processor = FeatureProcessor(**params)
+    paths = build_dataset(processor, **params)
     params.update(zip(("train_data", "valid_data", "test_data"), paths, strict=True))
     encoded = work / params["dataset_id"]
     feature_map = FeatureMap(params["dataset_id"], str(encoded))
     feature_map.load(str(encoded / "feature_map.json"), params)
     seed_everything(seed)
     model = model_class(folder, config.name)(feature_map, **params)
-    train, valid = RankDataLoader(feature_map, stage="train", **params).make_iterator()
+    vocabulary = {name: processor.processor_dict[f"{name}::tokenizer"].vocab for name in data.features}
+    return Built(model, feature_map, params, vocabulary)
+
+
+def train_fuxictr(
+    config: ModelConfig, seed: int, data: DataSet, split: Path, work: Path, *, folder: Path, training: dict[str, Any]
+) -> dict[str, Any]:
+    """Train and evaluate on our split, like FuxiCTR's run_expid.py."""
+    built = build_fuxictr(config, seed, data, split, work, folder=folder, training=training)
+    from fuxictr.pytorch.dataloaders import RankDataLoader
+
+    model, params = built.model, built.params
+    train, valid = RankDataLoader(built.feature_map, stage="train", **params).make_iterator()
     model.fit(train, validation_data=valid, **params)
     valid_result = model.evaluate(valid)
-    result = model.evaluate(RankDataLoader(feature_map, stage="test", **params).make_iterator())
+    result = model.evaluate(RankDataLoader(built.feature_map, stage="test", **params).make_iterator())
     return {
         "auc": float(result["AUC"]),
         "logloss": float(result["logloss"]),

@@ -190,6 +190,10 @@ class Engine:
         rows = np.frombuffer(b"".join(result), dtype=np.uint8)
         self.data.check(np.sort(keys), rows.reshape(len(keys), self.data.row_bytes))
 
+    def read_all(self) -> int:
+        """Read every row once, so that it is in memory where it fits; return the number of rows."""
+        raise NotImplementedError
+
     def put(self, rows: Any) -> None:
         raise NotImplementedError
 
@@ -248,6 +252,9 @@ class Ours(Engine):
         if not found.all():
             raise SystemExit("wrong results: existing keys were not found")
         self.data.check(keys, rows)
+
+    def read_all(self) -> int:
+        return sum(len(keys) for keys, _ in self.store.scan())
 
     def put(self, rows: Any) -> None:
         self.store.put(*rows)
@@ -356,6 +363,9 @@ class RocksDb(Engine):
             self.db.flush()
             self.db.compact_range(None, None)
 
+    def read_all(self) -> int:
+        return sum(1 for _ in self.db.keys())  # noqa: SIM118
+
     def get(self, keys: list[bytes]) -> list[bytes]:
         return in_threads(self.threads, keys, self.db.get)
 
@@ -423,6 +433,10 @@ class Lmdb(Engine):
                 return [txn.get(key) for key in part]
 
         return in_threads(self.threads, keys, work)
+
+    def read_all(self) -> int:
+        with self.env.begin(buffers=True) as txn:
+            return sum(1 for _ in txn.cursor().iternext(keys=False, values=True))
 
     def put(self, rows: list[tuple[bytes, bytes]]) -> None:
         if self.writing is None:

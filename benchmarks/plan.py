@@ -18,6 +18,7 @@ import thermocline as tc  # before torch: sets OMP_WAIT_POLICY
 
 # isort: split
 import argparse
+import bisect
 import dataclasses
 import json
 import os
@@ -34,17 +35,20 @@ import torch
 from common import Claim, console, environment, noise, print_claims, write_json
 from plan_training import Training
 
+from thermocline.models import row_dim
+from thermocline.planner.cache_model import KeyDistribution
 from thermocline.planner.calibrate import measure
 from thermocline.planner.cost_model import Cluster, StepCost, predict
 from thermocline.planner.hardware import Hardware
 from thermocline.planner.op_counter import reference_network_seconds
-from thermocline.planner.workload import workload_of
+from thermocline.planner.workload import rows_in, workload_of
 
 WITHIN = 0.2
 KINDS = ("memory", "memory + SSD", "2 ranks", "memory", "2 ranks, memory + SSD", "memory")
 """Kinds of the trainings, in this order, repeated."""
 SECONDS = 2.0
 """Predicted duration of the measured steps."""
+MOST_WARM_STEPS = 2000
 
 
 def draw_training(rng: random.Random, kind: str) -> Training:
@@ -76,14 +80,21 @@ def draw_training(rng: random.Random, kind: str) -> Training:
     )
 
 
-def with_steps(training: Training, predicted: StepCost) -> Training:
+def with_steps(training: Training, predicted: StepCost, keys: KeyDistribution, mem_rows: float) -> Training:
     """Set steps for `SECONDS`, and warm steps: with SSD, until DRAM has been filled several times and merging runs."""
     steps = round(min(600, max(12, SECONDS / predicted.seconds)))
     warm = 20
-    if training.share < 1:
-        steps_to_fill = training.keys * training.share / max(1.0, predicted.figures["from_disk"])
-        warm = round(min(400, max(60, 3 * steps_to_fill)))
+    if mem_rows < training.keys:
+        warm = min(MOST_WARM_STEPS, max(60, 3 * steps_to_fill(training, keys, mem_rows)))
     return dataclasses.replace(training, steps=steps, warm=warm)
+
+
+def steps_to_fill(training: Training, keys: KeyDistribution, mem_rows: float) -> int:
+    """Return the steps after which as many keys were used as DRAM has rows, at most `MOST_WARM_STEPS`."""
+    numbers = range(1, MOST_WARM_STEPS)
+    return 1 + bisect.bisect_left(
+        numbers, mem_rows, key=lambda steps: keys.unique_keys(training.batch * training.ranks * steps)
+    )
 
 
 def run(training: Training, folder: Path) -> dict[str, Any]:
@@ -125,9 +136,9 @@ class Probes:
 
 def compare(training: Training, hardware: Hardware, folder: Path, probes: Probes) -> dict[str, Any]:
     work = workload_of(training.config())
-    rows = float("inf") if training.share == 1 else training.keys * training.share
+    rows = mem_rows(training)
     predicted = predict(work, Cluster(mem_rows=rows, ranks=training.ranks), hardware)
-    training = with_steps(training, predicted)
+    training = with_steps(training, predicted, work.key_distribution, rows)
     before = probes()
     with tempfile.TemporaryDirectory(dir=folder) as name, noise() as others:
         measured = run(training, Path(name))
@@ -143,11 +154,19 @@ def compare(training: Training, hardware: Hardware, folder: Path, probes: Probes
     }
 
 
+def mem_rows(training: Training) -> float:
+    """Rows that fit the budget of the tables; inf: without SSD."""
+    if training.share == 1:
+        return float("inf")
+    config = training.config()
+    return rows_in(config, row_dim(config.model), training.memory())
+
+
 def title(number: int, training: Training) -> str:
     t = training
     text = f"{number + 1}: {t.model}, dim {t.dim}, {t.nonzeros} ids, batch {t.batch}"
     text += f" x {t.ranks} ranks" if t.ranks > 1 else ""
-    return text + (f", {t.share:.0%} of the rows in memory" if t.share < 1 else "")
+    return text + (f", {min(1.0, mem_rows(t) / t.keys):.0%} of the rows in memory" if t.share < 1 else "")
 
 
 def over_rounds(rounds: list[dict[str, Any]]) -> dict[str, Any]:

@@ -73,7 +73,8 @@ class Training:
     every: int = 1
     """dist.dense_sync.every."""
     share: float = 1.0
-    """Fraction of the rows that fit in DRAM; 1: all, without SSD."""
+    """Fraction of the rows that fit in DRAM beside 8 MiB per rank for those of the batches in flight; 1: all rows,
+    without SSD."""
     warm: int
     steps: int
 
@@ -96,7 +97,7 @@ class Clock(Callback):
     def __init__(self, training: Training, table: tc.Table) -> None:
         self._training, self._table = training, table
         self._step = 0
-        self._start = self._end = np.zeros(6)
+        self._start = self._end = np.zeros(8)
         self._threads: list[dict[str, float]] = []
 
     def on_step(self, trainer: Any, loss: object) -> None:
@@ -105,9 +106,12 @@ class Clock(Callback):
         if self._step not in (warm, warm + steps):
             return
         stats, store = self._table.dram.stats(), self._table.store
-        put, written = (0, 0) if store is None else (store.stats().bytes_put, store.stats().bytes_written)
+        disk = [0.0] * 4
+        if store is not None:
+            used = store.stats()
+            disk = [used.bytes_put, used.bytes_written, used.reads, used.bytes_read]
         self._threads.append(thread_seconds())
-        now = np.array([time.perf_counter(), time.process_time(), stats.hits, stats.misses, put, written])
+        now = np.array([time.perf_counter(), time.process_time(), stats.hits, stats.misses, *disk])
         if self._step == warm:
             self._start = now
         else:
@@ -117,13 +121,16 @@ class Clock(Callback):
         """Figures per step: sums over ranks, but the maximum of the wall time."""
         spent = all_gather(self._end - self._start)
         steps = self._training.steps
-        _, processor, hits, misses, put, written = spent.sum(0).tolist()
+        _, processor, hits, misses, put, written, reads, read = spent.sum(0).tolist()
         return {
             "step_seconds": float(spent[:, 0].max()) / steps,
             "processor_seconds": processor / steps,
             "hits": hits / max(1.0, hits + misses),
             "from_disk": misses / steps,
             "write_amplification": written / put if put else 0.0,
+            "reads": reads / steps,
+            "bytes_read": read / steps,
+            "bytes_written": written / steps,
         }
 
     def threads(self) -> dict[str, float]:

@@ -9,12 +9,19 @@ Method   The keys are the inverse hashes of evenly spread, jittered values: they
          Every row that is read is checked. 24 bytes per row on disk, and 24 per row of the log: 30 GB.
 Command  python benchmarks/ssd_billion.py --folder DISK --json FILE      minutes on 16 cores
          python benchmarks/ssd_billion.py --keys 1e6                     seconds
+         In parts, where a command may run for ten minutes only; the store is kept in DISK:
+         python benchmarks/ssd_billion.py --folder DISK --step build --minutes 8     again until it prints "complete"
+         python benchmarks/ssd_billion.py --folder DISK --step measure --json FILE   then removes the store
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import itertools
+import json
+import math
 import resource
 import shutil
 import sys
@@ -94,8 +101,40 @@ def open_store(folder: Path, keys: int) -> tc.SsdStore:
     return tc.SsdStore.open(folder, row_bytes=ROW_BYTES, mem_budget=budget, filter_bits=FILTER_BITS)
 
 
-def build(folder: Path, keys: Keys, data: Data) -> dict[str, float]:
-    """Load all rows, then put rows of random keys until the log is nearly full; return the seconds of both."""
+@dataclasses.dataclass(slots=True)
+class Built:
+    """What of a store has been built and committed."""
+
+    keys: int
+    loaded: int = 0
+    load_s: float = 0.0
+    put: int = 0
+    """Rows put into the log."""
+    puts: int = 0
+    put_s: float = 0.0
+    complete: bool = False
+
+    @classmethod
+    def of(cls, folder: Path, keys: int) -> Built:
+        """Read the state of the store in `folder`; a new one if there is none. Raises SystemExit for another store."""
+        file = folder / "built.json"
+        built = cls(**json.loads(file.read_text())) if file.exists() else cls(keys)
+        if built.keys != keys:
+            raise SystemExit(f"{folder}: a store of {built.keys:,} keys, not of {keys:,}; remove it, or use --keys")
+        return built
+
+    def write(self, folder: Path) -> None:
+        """Replace the file: after a commit, so that it never names rows that the store has lost."""
+        part = folder / "built.json.part"
+        part.write_text(json.dumps(dataclasses.asdict(self)))
+        part.replace(folder / "built.json")
+
+
+def build(folder: Path, keys: Keys, data: Data, seconds: float = math.inf) -> Built:
+    """Load all rows, then put rows of random keys until the log is nearly full. Stops after `seconds`, and continues
+    at the next call."""
+    folder.mkdir(exist_ok=True)
+    built, end = Built.of(folder, keys.count), time.perf_counter() + seconds
     workers = max(1, min(12, cores() - 2))
 
     def loaded(first: int) -> tuple[U64, Any]:
@@ -106,31 +145,38 @@ def build(folder: Path, keys: Keys, data: Data) -> dict[str, float]:
         wanted = keys.sample(np.random.default_rng([7, seed]), count)
         return wanted, data.values(wanted, 1)
 
-    with ThreadPoolExecutor(workers) as pool, open_store(folder, keys.count) as store:
-        start = time.perf_counter()
-        jobs = (lambda first=first: loaded(first) for first in range(0, keys.count, PIECE))
+    with ThreadPoolExecutor(workers) as pool, open_store(folder / "rows", keys.count) as store:
+        start, all_loaded = time.perf_counter(), built.loaded == keys.count
+        jobs = (lambda first=first: loaded(first) for first in range(built.loaded, keys.count, PIECE))
         for number, (wanted, rows) in enumerate(ahead(pool, jobs, workers)):
             store.load(wanted, rows)
+            built.loaded += len(wanted)
             if number % 64 == 63:
-                progress(f"{min(keys.count, (number + 1) * PIECE):,} rows loaded")
-        store.commit()
-        load_s = time.perf_counter() - start
-        start, put = time.perf_counter(), 0
+                progress(f"{built.loaded:,} rows loaded")
+            if time.perf_counter() > end:
+                break
+        built.load_s += time.perf_counter() - start
+        start = time.perf_counter()
         limit = LOG_FILL * LOG_RATIO * store.stats().base_bytes
         piece = max(1000, min(PIECE, keys.count // 500))
-        puts = (lambda seed=seed: updated(seed, piece) for seed in itertools.count())
-        for wanted, rows in ahead(pool, puts, workers):
-            store.put(wanted, rows)
-            put += len(wanted)
-            if (filled := store.stats().log_bytes) >= limit or put >= 2 * LOG_RATIO * keys.count:
-                break
-            if put % (32 * piece) == 0:
-                progress(f"{put:,} rows put, log at {filled / limit:.2f}")
+        puts = (lambda seed=seed: updated(seed, piece) for seed in itertools.count(built.puts))
+        if built.loaded == keys.count and not built.complete and (all_loaded or time.perf_counter() <= end):
+            for wanted, rows in ahead(pool, puts, workers):
+                store.put(wanted, rows)
+                built.put += len(wanted)
+                built.puts += 1
+                filled = store.stats().log_bytes
+                built.complete = filled >= limit or built.put >= 2 * LOG_RATIO * keys.count
+                if built.complete or time.perf_counter() > end:
+                    break
+                if built.puts % 16 == 0:
+                    progress(f"{built.put:,} rows put, log at {filled / limit:.2f}")
         store.commit()
         for epoch in store.epochs[:-1]:
             store.release(epoch)
-        put_s = time.perf_counter() - start
-    return {"load_s": load_s, "loaded": keys.count, "put_s": put_s, "put": put}
+        built.put_s += time.perf_counter() - start
+    built.write(folder)
+    return built
 
 
 def measure(folder: Path, keys: Keys, data: Data, rounds: int, batch: int) -> dict[str, Any]:
@@ -203,24 +249,45 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--keys", type=float, default=1e9, help="number of keys")
     parser.add_argument("--folder", default=".", help="folder on the disk to use")
     parser.add_argument("--json", help="write all figures to FILE")
+    parser.add_argument("--step", choices=("all", "build", "measure"), default="all", help="build: keep the store")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop building after this time")
     options = parser.parse_args(words)
     keys, data = Keys(int(options.keys)), Data(int(options.keys), ROW_BYTES)
-    need = keys.count * (ROW_BYTES + 8) * (1 + 2 * LOG_RATIO)
-    if (free := shutil.disk_usage(options.folder).free) < need:
-        raise SystemExit(f"--folder {options.folder}: {need / 1e9:.0f} GB are needed, {free / 1e9:.0f} GB are free")
     check = keys(np.arange(min(keys.count, 1000)))
     if not (np.diff(hash_keys(check)) > 0).all():
         raise SystemExit("keys are not in hash order: csrc/util/hash.h has changed")
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        result: dict[str, Any] = build(Path(folder) / "rows", keys, data)
-        progress(f"loaded in {result['load_s']:.0f} s, log filled in {result['put_s']:.0f} s")
+    with contextlib.ExitStack() as stack:
+        if options.step == "all":
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
+        else:
+            folder = Path(options.folder) / "ssd-billion"
+        if options.step != "measure":
+            require_space(folder, keys.count)
+            built = build(folder, keys, data, 60 * options.minutes)
+            progress(f"loaded in {built.load_s:.0f} s, log filled in {built.put_s:.0f} s")
+        built = Built.of(folder, keys.count)
+        if options.step == "build":
+            progress("complete" if built.complete else "not complete: repeat the command")
+            return
+        if not built.complete:
+            raise SystemExit(f"{folder}: no complete store of {keys.count:,} keys; run --step build first")
         batch = min(BATCH, keys.count // 10)
-        result |= measure(Path(folder) / "rows", keys, data, ROUNDS, batch)
+        result = dataclasses.asdict(built) | measure(folder / "rows", keys, data, ROUNDS, batch)
+        if options.step == "measure":
+            shutil.rmtree(folder)
     claims = claims_of(result)
     print_claims(f"{keys.count:,} keys of {ROW_BYTES} bytes in one store", claims)
     if options.json:
         sizes = {"keys": keys.count, "row_bytes": ROW_BYTES, "filter_bits": FILTER_BITS, "batch": batch}
         write_json(options.json, {**environment(["numpy"]), "sizes": sizes, "result": result}, claims)
+
+
+def require_space(folder: Path, keys: int) -> None:
+    """Raise SystemExit if the disk has too little space for what is not built yet."""
+    need = keys * (ROW_BYTES + 8) * (1 + 2 * LOG_RATIO)
+    have = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    if (free := shutil.disk_usage(folder.parent).free) < need - have:
+        raise SystemExit(f"--folder {folder.parent}: {need / 1e9:.0f} GB are needed, {free / 1e9:.0f} GB are free")
 
 
 if __name__ == "__main__":

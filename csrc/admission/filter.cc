@@ -83,6 +83,40 @@ uint64_t AdmissionFilter::plan(const uint64_t* ids, size_t n, uint8_t* refused, 
   return planned_;
 }
 
+uint64_t AdmissionFilter::plan_keys(const uint64_t* keys, const uint32_t* counted, const uint32_t* all, size_t n,
+                                    uint8_t* refused) {
+  std::lock_guard lock(mutex_);
+  Log log;
+  log.batch = planned_ + 1;
+  log.dropped_before = dropped_;
+  waiting_.resize(n);
+  size_t waiting = 0;
+  look_up(keys, n, [&](size_t i, uint32_t value) {
+    log.ids += all[i];
+    refused[i] = value == 0;
+    waiting_[waiting] = static_cast<uint32_t>(i);
+    waiting += value == 0;
+  });
+  for (size_t w = 0; w < waiting; ++w) {
+    if (w + kAhead < waiting) prefetch(keys[waiting_[w + kAhead]]);
+    const size_t i = waiting_[w];
+    if (counted[i] != 0 && count_all(keys[i], counted[i], log)) {
+      admitted_.set_growing(keys[i], kPlanned);
+      log.admitted.push_back(keys[i]);
+      refused[i] = 0;
+    } else {
+      log.refused += all[i];
+    }
+  }
+  planned_ = log.batch;
+  logs_.push_back(std::move(log));
+  return planned_;
+}
+
+void AdmissionFilter::draw(const uint64_t* ids, size_t n, uint64_t batch, uint64_t first, uint8_t* chosen) const {
+  for (size_t i = 0; i < n; ++i) chosen[i] = drawn(ids[i], batch, first + i);
+}
+
 void AdmissionFilter::prefetch(uint64_t key) const {
   if (counters_) counters_->prefetch(counters_->home(key));
   if (sketch_) sketch_->prefetch(key);
@@ -91,19 +125,31 @@ void AdmissionFilter::prefetch(uint64_t key) const {
 bool AdmissionFilter::count(uint64_t key, size_t position, Log& log) {
   switch (rule_.kind) {
     case AdmissionKind::kExact:
-      return count_exactly(key, log);
+      return count_exactly(key, 1, log);
     case AdmissionKind::kSketch:
-      return sketch_->add(key, [&](size_t cell, CountSketch::Cell before) { log.cells.push_back({cell, before}); }) >=
-             rule_.count;
+      return count_in_sketch(key, log);
     case AdmissionKind::kProbability:
       return drawn(key, log.batch, position);
   }
   return true;
 }
 
-bool AdmissionFilter::count_exactly(uint64_t key, Log& log) {
-  uint32_t before = counters_->get(key);
-  if (before + 1 >= rule_.count) {
+bool AdmissionFilter::count_all(uint64_t key, uint32_t occurrences, Log& log) {
+  if (rule_.kind == AdmissionKind::kExact) return count_exactly(key, occurrences, log);
+  if (rule_.kind == AdmissionKind::kProbability) return true;
+  for (uint32_t i = 0; i < occurrences; ++i)
+    if (count_in_sketch(key, log)) return true;
+  return false;
+}
+
+bool AdmissionFilter::count_in_sketch(uint64_t key, Log& log) {
+  const auto changed = [&](size_t cell, CountSketch::Cell before) { log.cells.push_back({cell, before}); };
+  return sketch_->add(key, changed) >= rule_.count;
+}
+
+bool AdmissionFilter::count_exactly(uint64_t key, uint32_t occurrences, Log& log) {
+  const uint32_t before = counters_->get(key);
+  if (uint64_t{before} + occurrences >= rule_.count) {
     if (before != 0) {
       log.keys.push_back({key, before});
       counters_->set(key, 0);
@@ -112,7 +158,7 @@ bool AdmissionFilter::count_exactly(uint64_t key, Log& log) {
   }
   if (before == 0 && counters_->size() >= counters_->limit()) drop_smallest(log);
   log.keys.push_back({key, before});
-  counters_->set(key, before + 1);
+  counters_->set(key, before + occurrences);
   return false;
 }
 
@@ -134,7 +180,7 @@ void AdmissionFilter::drop_smallest(Log& log) {
   }
 }
 
-bool AdmissionFilter::drawn(uint64_t key, uint64_t batch, size_t position) const {
+bool AdmissionFilter::drawn(uint64_t key, uint64_t batch, uint64_t position) const {
   const uint64_t h = mix64(mix64(mix64(mix_ ^ key) + batch) + position);
   return static_cast<double>(h >> 11) * 0x1p-53 < rule_.probability;
 }
@@ -142,6 +188,16 @@ bool AdmissionFilter::drawn(uint64_t key, uint64_t batch, size_t position) const
 void AdmissionFilter::read(const uint64_t* ids, size_t n, uint8_t* refused) const {
   std::lock_guard lock(mutex_);
   look_up(ids, n, [&](size_t i, uint32_t value) { refused[i] = value != kTrained; });
+}
+
+void AdmissionFilter::peek(const uint64_t* keys, size_t n, uint8_t* refused) const {
+  std::lock_guard lock(mutex_);
+  look_up(keys, n, [&](size_t i, uint32_t value) { refused[i] = value == 0; });
+}
+
+void AdmissionFilter::set_stored(const uint64_t* keys, size_t n) {
+  std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < n && rowless_.size() != 0; ++i) rowless_.set(keys[i], 0);
 }
 
 void AdmissionFilter::train(uint64_t batch, bool stored) {

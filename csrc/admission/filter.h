@@ -62,11 +62,25 @@ class AdmissionFilter {
   // Unless null, counted[i] is 0 if ids[i] is no occurrence of its own: another one stands for it.
   uint64_t plan(const uint64_t* ids, size_t n, uint8_t* refused, const uint8_t* counted = nullptr);
 
+  // Plans the next batch, given its unique keys with their numbers of occurrences, at least 1 each: all of them, and
+  // those that are counted. The order of the keys matters only to a sketch and to counters that exceed their memory.
+  // kProbability: counted[i] is the number of occurrences that `draw` has chosen. `refused` is as for `plan`, per key.
+  uint64_t plan_keys(const uint64_t* keys, const uint32_t* counted, const uint32_t* all, size_t n, uint8_t* refused);
+
+  // Sets drawn[i] to 1 if the occurrence of ids[i] at position first + i of a batch admits its key. kProbability.
+  void draw(const uint64_t* ids, size_t n, uint64_t batch, uint64_t first, uint8_t* drawn) const;
+
   // As of the last trained batch; counts nothing.
   void read(const uint64_t* ids, size_t n, uint8_t* refused) const;
 
   // All batches up to `batch` are trained. Unless `stored`, the keys that they admitted may have no row.
   void train(uint64_t batch, bool stored);
+
+  // Keys have been trained: they have a row.
+  void set_stored(const uint64_t* keys, size_t n);
+
+  // Sets refused[i] to 1 if keys[i] is not admitted by any batch that was planned, else 0; counts nothing.
+  void peek(const uint64_t* keys, size_t n, uint8_t* refused) const;
 
   // Undoes all batches after `batch`, which was planned: they will not be trained.
   void roll_back(uint64_t batch);
@@ -113,9 +127,11 @@ class AdmissionFilter {
   void look_up(const uint64_t* ids, size_t n, Fn&& found) const;
   void prefetch(uint64_t key) const;
   bool count(uint64_t key, size_t position, Log& log);
-  bool count_exactly(uint64_t key, Log& log);
+  bool count_all(uint64_t key, uint32_t occurrences, Log& log);
+  bool count_exactly(uint64_t key, uint32_t occurrences, Log& log);
+  bool count_in_sketch(uint64_t key, Log& log);
   void drop_smallest(Log& log);
-  bool drawn(uint64_t key, uint64_t batch, size_t position) const;
+  bool drawn(uint64_t key, uint64_t batch, uint64_t position) const;
   void undo(const Log& log);
   void roll_back_locked(uint64_t batch);
 

@@ -4,6 +4,7 @@
 #include <map>
 #include <random>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "testing/test.h"
@@ -249,6 +250,72 @@ TEST(Admission, SavesAdmittedKeysWithoutARow) {
   AdmissionFilter other({.count = 2});
   other.load(state);
   CHECK(plan(other, {3, 4}) == std::vector<uint8_t>({0, 1}));
+}
+
+// Plans the unique keys of a batch with their occurrences, as an owner does; returns the decision per id.
+std::vector<uint8_t> plan_keys(AdmissionFilter& filter, const Batch& ids, const std::vector<uint8_t>* drawn = nullptr) {
+  std::map<uint64_t, std::pair<uint32_t, uint32_t>> occurrences;  // counted, all
+  for (size_t i = 0; i < ids.size(); ++i) {
+    occurrences[ids[i]].first += drawn ? (*drawn)[i] : 1;
+    ++occurrences[ids[i]].second;
+  }
+  Batch keys;
+  std::vector<uint32_t> counted, all;
+  for (const auto& [key, numbers] : occurrences) {
+    keys.push_back(key);
+    counted.push_back(numbers.first);
+    all.push_back(numbers.second);
+  }
+  std::vector<uint8_t> refused(keys.size());
+  filter.plan_keys(keys.data(), counted.data(), all.data(), keys.size(), refused.data());
+  std::map<uint64_t, uint8_t> by_key;
+  for (size_t i = 0; i < keys.size(); ++i) by_key[keys[i]] = refused[i];
+  std::vector<uint8_t> result;
+  for (uint64_t id : ids) result.push_back(by_key[id]);
+  return result;
+}
+
+TEST(Admission, CountsOfKeysGiveTheDecisionsOfTheirOccurrences) {
+  const AdmissionRule rules[] = {{.count = 5},
+                                 {.kind = AdmissionKind::kSketch, .count = 5, .memory = 1 << 20},
+                                 {.kind = AdmissionKind::kProbability, .probability = 0.2, .seed = 7, .table = 3}};
+  for (const AdmissionRule& rule : rules) {
+    std::mt19937_64 random(4);
+    AdmissionFilter ids_filter(rule), keys_filter(rule);
+    for (uint64_t batch = 1; batch <= 40; ++batch) {
+      const Batch ids = random_batch(random, 50, 100);
+      std::vector<uint8_t> drawn(ids.size(), 1);
+      if (rule.kind == AdmissionKind::kProbability) {
+        keys_filter.draw(ids.data(), 20, batch, 0, drawn.data());  // in two parts, as ranks do
+        keys_filter.draw(ids.data() + 20, ids.size() - 20, batch, 20, drawn.data() + 20);
+      }
+      CHECK(plan_keys(keys_filter, ids, &drawn) == plan(ids_filter, ids));
+      if (batch % 7 == 0) {
+        keys_filter.roll_back(batch - 1);
+        plan_keys(keys_filter, ids, &drawn);
+      }
+      if (batch % 3 == 0) {
+        ids_filter.train(batch, true);
+        keys_filter.train(batch, true);
+        CHECK(ids_filter.admitted() == keys_filter.admitted());
+      }
+    }
+    CHECK_EQ(ids_filter.stats().ids_refused, keys_filter.stats().ids_refused);
+    CHECK_EQ(ids_filter.stats().keys_admitted, keys_filter.stats().keys_admitted);
+    CHECK(ids_filter.save().counts == keys_filter.save().counts);
+  }
+}
+
+TEST(Admission, KeysThatWereTrainedHaveARow) {
+  AdmissionFilter filter({.count = 1});
+  plan(filter, {5, 3, 4});
+  const Batch trained = {3, 9, 5};
+  uint8_t refused[3];
+  filter.peek(trained.data(), 3, refused);
+  CHECK(refused[0] == 0 && refused[1] == 1 && refused[2] == 0);
+  filter.train(1, false);
+  filter.set_stored(trained.data(), 3);
+  CHECK(filter.save().admitted == Batch({4}));
 }
 
 TEST(Admission, ReadsAsOfTheLastTrainedBatch) {

@@ -41,6 +41,26 @@ uint64_t plan(AdmissionFilter& self, KeysArg ids, BytesArg refused, std::optiona
   });
 }
 
+uint64_t plan_keys(AdmissionFilter& self, KeysArg keys, Array<uint32_t> counted, Array<uint32_t> all,
+                   BytesArg refused) {
+  const size_t n = keys.size();
+  require(n < UINT32_MAX && counted.size() == n && all.size() == n && refused.size() == n,
+          "counted, all and refused must have one element per key");
+  return unlocked([&, k = keys.data(), c = counted.data(), a = all.data(), r = refused.data()] {
+    return self.plan_keys(k, c, a, n, r);
+  });
+}
+
+void draw(const AdmissionFilter& self, KeysArg ids, uint64_t batch, uint64_t first, BytesArg drawn) {
+  require(drawn.size() == ids.size(), "drawn must have one byte per id");
+  unlocked([&, k = ids.data(), n = ids.size(), d = drawn.data()] { self.draw(k, n, batch, first, d); });
+}
+
+void peek(const AdmissionFilter& self, KeysArg keys, BytesArg refused) {
+  require(refused.size() == keys.size(), "refused must have one byte per key");
+  unlocked([&, k = keys.data(), n = keys.size(), r = refused.data()] { self.peek(k, n, r); });
+}
+
 void read(const AdmissionFilter& self, KeysArg ids, BytesArg refused) {
   require(refused.size() == ids.size(), "refused must have one byte per id");
   unlocked([&, k = ids.data(), n = ids.size(), r = refused.data()] { self.read(k, n, r); });
@@ -88,7 +108,16 @@ void bind_admission(nb::module_& m) {
           },
           "kind"_a, "count"_a, "probability"_a, "memory"_a, "seed"_a, "table"_a)
       .def("plan", &plan, "ids"_a, "refused"_a, "counted"_a = nb::none())
+      .def("plan_keys", &plan_keys, "keys"_a, "counted"_a, "all"_a, "refused"_a)
+      .def("draw", &draw, "ids"_a, "batch"_a, "first"_a, "drawn"_a)
+      .def("peek", &peek, "keys"_a, "refused"_a)
       .def("read", &read, "ids"_a, "refused"_a)
+      .def(
+          "set_stored",
+          [](AdmissionFilter& self, KeysArg keys) {
+            unlocked([&, k = keys.data(), n = keys.size()] { self.set_stored(k, n); });
+          },
+          "keys"_a)
       .def(
           "train",
           [](AdmissionFilter& self, uint64_t batch, bool stored) { unlocked([&] { self.train(batch, stored); }); },

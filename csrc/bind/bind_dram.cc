@@ -28,7 +28,6 @@ void init_tier(DramTier* self, uint32_t dim, int optimizer, size_t budget, size_
                const Precision& precision, uint8_t statistics, RowStore* store, std::optional<size_t> write_ahead,
                bool catch_up) {
   require(!catch_up || precision.kind == WeightKind::kFp32, "rows that catch up are fp32");
-  require(!catch_up || statistics == 0, "rows that catch up have no statistics");
   TierOptions o;
   o.layout = {dim, static_cast<Optimizer>(optimizer), precision, catch_up, statistics};
   o.initial = {static_cast<InitialKind>(initial_kind), initial_scale, initial_state, seed, table};
@@ -83,21 +82,21 @@ HorizonBatch* horizon_add(Horizon& self, KeysArg ids) {
   return self.add(ids.data(), ids.size()).release();
 }
 
-auto horizon_next_part(Horizon& self, size_t max, uint32_t partitions) {
-  const std::vector<uint64_t>* part;
-  {
-    nb::gil_scoped_release release;
-    part = &self.next_part(max, partitions);
-  }
-  Recycled<uint64_t> keys(part->size());
-  std::copy(part->begin(), part->end(), keys.get());
-  return to_numpy(std::move(keys), part->size());
+HorizonPart* horizon_next_part(Horizon& self, size_t max, uint32_t partitions) {
+  nb::gil_scoped_release release;
+  return self.next_part(max, partitions).release();
 }
 
-void horizon_load_part(Horizon& self, size_t keys, std::optional<BytesArg> skip) {
-  require(!skip || skip->size() == keys, "load_part: skip and keys differ in length");
+auto part_keys(const HorizonPart& self) {
+  Recycled<uint64_t> keys(self.keys().size());
+  std::copy(self.keys().begin(), self.keys().end(), keys.get());
+  return to_numpy(std::move(keys), self.keys().size());
+}
+
+void horizon_load_part(Horizon& self, HorizonPart& part, std::optional<BytesArg> skip) {
+  require(!skip || skip->size() == part.keys().size(), "load_part: skip and keys differ in length");
   nb::gil_scoped_release release;
-  self.load_part(skip ? skip->data() : nullptr);
+  self.load_part(part, skip ? skip->data() : nullptr);
 }
 
 // Returns (ids,), or (ids, keys, inverse, starts, order).
@@ -136,10 +135,11 @@ void mark_dirty(DramTier& self, SlotsArg slots) {
 }
 
 // Returns (rows copied, next slot).
-std::pair<size_t, uint32_t> dirty_rows(const DramTier& self, uint32_t next, KeysOutArg keys, FloatsOutArg rows) {
+std::pair<size_t, uint32_t> dirty_rows(DramTier& self, uint32_t next, KeysOutArg keys, FloatsOutArg rows, uint64_t lo,
+                                       uint64_t hi) {
   check_stored(self, keys.size(), rows);
   nb::gil_scoped_release release;
-  size_t n = self.dirty_rows(&next, keys.size(), keys.data(), reinterpret_cast<uint8_t*>(rows.data()));
+  size_t n = self.dirty_rows(&next, keys.size(), keys.data(), reinterpret_cast<uint8_t*>(rows.data()), {lo, hi});
   return {n, next};
 }
 
@@ -175,9 +175,9 @@ void write(DramTier& self, SlotsArg slots, FloatsArg rows) {
   self.write(slots.data(), slots.size(), reinterpret_cast<const uint8_t*>(rows.data()));
 }
 
-void flush(DramTier& self, RowStore* to) {
+void flush(DramTier& self, RowStore* to, uint64_t lo, uint64_t hi) {
   nb::gil_scoped_release release;
-  self.flush(to);
+  self.flush(to, {lo, hi});
 }
 
 void check(DramTier& self, bool idle) {
@@ -219,6 +219,7 @@ nb::dict stats(const DramTier& self) {
   d["pushed"] = s.pushed;
   d["reads"] = s.reads;
   d["read_hits"] = s.read_hits;
+  d["read_from_store"] = s.read_from_store;
   d["evictions"] = s.evictions;
   d["flushed"] = s.flushed;
   d["puts"] = s.puts;
@@ -246,19 +247,23 @@ void bind_dram(nb::module_& m) {
       .def("pull", &pull, "keys"_a.noconvert(), "slots"_a.noconvert())
       .def("unpin", &unpin, "slots"_a.noconvert(), "dirty"_a, "keys"_a.noconvert().none())
       .def("mark_dirty", &mark_dirty, "slots"_a.noconvert())
-      .def("dirty_rows", &dirty_rows, "next"_a, "keys"_a.noconvert(), "rows"_a.noconvert())
+      .def("dirty_rows", &dirty_rows, "next"_a, "keys"_a.noconvert(), "rows"_a.noconvert(), "lo"_a, "hi"_a)
       .def("read", &read, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def("push", &push, "keys"_a.noconvert(), "rows"_a.noconvert(), "dirty"_a, "unique"_a = false)
       .def("erase", &erase, "keys"_a.noconvert())
       .def("copy_out", &copy_out, "slots"_a.noconvert(), "rows"_a.noconvert())
       .def("write", &write, "slots"_a.noconvert(), "rows"_a.noconvert())
-      .def("flush", &flush, "to"_a.none())
+      .def("flush", &flush, "to"_a.none(), "lo"_a, "hi"_a)
       .def("write_ahead", &write_ahead, "rows"_a)
       .def("stop_write_ahead", &DramTier::stop_write_ahead, nb::call_guard<nb::gil_scoped_release>())
       .def("check", &check, "idle"_a)
       .def("stats", &stats)
       .def("initial_rows", &initial_rows, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def_prop_ro("capacity", &DramTier::capacity)
+      .def_prop_ro("calls_at_once", &DramTier::calls_at_once)
+      .def_prop_ro("pinned", &DramTier::pinned)
+      .def_prop_ro("loaded_ahead", &DramTier::loaded_ahead)
+      .def_prop_ro("read_from_store", &DramTier::rows_read_from_store)
       .def_prop_ro("row_bytes", [](const DramTier& self) { return self.layout().bytes(); });
   nb::class_<Pins>(m, "Pins")
       .def("__init__", &init_pins, "tier"_a, "keys"_a.noconvert(), nb::keep_alive<1, 2>())
@@ -270,16 +275,22 @@ void bind_dram(nb::module_& m) {
   nb::class_<Horizon>(m, "Horizon")
       .def(nb::init<DramTier&, bool>(), "tier"_a, "training"_a, nb::keep_alive<1, 2>())
       .def("add", &horizon_add, "ids"_a.noconvert(), nb::rv_policy::take_ownership, nb::keep_alive<0, 1>())
-      .def("next_part", &horizon_next_part, "max"_a, "partitions"_a)
-      .def("load_part", &horizon_load_part, "keys"_a, "skip"_a.noconvert().none() = nb::none())
+      .def("next_part", &horizon_next_part, "max"_a, "partitions"_a, nb::rv_policy::take_ownership,
+           nb::keep_alive<0, 1>())
+      .def("load_part", &horizon_load_part, "part"_a, "skip"_a.noconvert().none() = nb::none())
       .def("drop", &Horizon::drop, unlocked)
       .def_prop_ro("unique", &Horizon::unique)
       .def_prop_ro("pinned", &Horizon::pinned)
       .def_prop_ro("late", &Horizon::late)
       .def_prop_ro("position", &Horizon::position)
+      .def_prop_ro("gathered", &Horizon::gathered)
       .def_prop_ro("bytes", &Horizon::bytes)
       .def_prop_ro("partitions", &Horizon::partitions)
-      .def_ro_static("SCRATCH_BYTES", &Horizon::kScratchBytes);
+      .def_ro_static("SCRATCH_BYTES", &Horizon::kScratchBytes)
+      .def_ro_static("PART_BYTES", &Horizon::kPartBytes);
+  nb::class_<HorizonPart>(m, "HorizonPart")
+      .def("__len__", [](const HorizonPart& self) { return self.keys().size(); })
+      .def("keys", &part_keys);
   nb::class_<HorizonBatch>(m, "HorizonBatch")
       .def("expand", &horizon_expand, "working_set"_a)
       .def("keys", &horizon_keys)

@@ -133,22 +133,26 @@ SegmentArgs segments_of(const DramTier& self, size_t keys, const SlotsArg& start
   return {starts.data(), keys, grad_rows.data(), coefs ? coefs->data() : nullptr, grads.data()};
 }
 
-// `statistics`: the step of the rows' statistics, if they have any, and the label of each row of the gradients in units
-// of 2^-16, if clicks are counted.
+// `statistics`: the step of the rows' statistics, if they have any. `units`, if clicks are counted: the labels of the
+// rows of the gradients in units of 2^-16, one for each or one for equal numbers of consecutive rows.
 int64_t update(DramTier& self, SlotsArg slots, SlotsArg starts, SlotsArg grad_rows, MaybeFloats coefs, FloatsArg grads,
                const Step& step, const StatisticsStep* statistics, std::optional<IntsArg> units) {
   require(step.optimizer == self.layout().optimizer, "step: its optimizer is not the optimizer of the tier");
   const uint8_t kinds = self.layout().statistics;
   require((kinds != 0) == (statistics != nullptr), "statistics: expected if, and only if, rows have statistics");
-  require(units ? units->size() == grads.shape(0) : !(kinds & kClick), "units: expected one per row of grads");
+  const size_t labels = units ? units->size() : 0;
+  require(units ? grads.shape(0) == 0 || (labels > 0 && grads.shape(0) % labels == 0) : !(kinds & kClick),
+          "units: expected one per row of grads, or per equal number of rows");
   nb::gil_scoped_release release;
   self.check_slots(slots.data(), slots.size());
   const SegmentArgs segments = segments_of(self, slots.size(), starts, grad_rows, coefs, grads);
   UpdatedKeys updated;
+  std::optional<Labels> labels_of_rows;
+  if (labels > 0) labels_of_rows.emplace(units->data(), static_cast<uint32_t>(grads.shape(0) / labels));
   if (statistics) {
     updated = [&](size_t begin, size_t end) {
       update_statistics(self.rows(), self.layout(), slots.data(), segments.starts, segments.grad_rows,
-                        units ? units->data() : nullptr, *statistics, begin, end);
+                        labels_of_rows ? &*labels_of_rows : nullptr, *statistics, begin, end);
     };
   }
   return update_rows(self.pool(), self.rows(), slots.data(), segments, step, updated);

@@ -136,7 +136,7 @@ void bind_serving(nb::module_& m) {
       .def_prop_ro("rows", &SnapshotFile::rows)
       .def_prop_ro("row_bytes", &SnapshotFile::row_bytes)
       .def_prop_ro("deleted", [](const SnapshotFile& self) {
-        const auto& keys = self.deleted();
+        const auto keys = self.deleted();
         return nb::ndarray<nb::numpy, const uint64_t, nb::ndim<1>>(keys.data(), {keys.size()}, nb::find(self));
       });
 

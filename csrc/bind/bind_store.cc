@@ -167,8 +167,8 @@ struct BoundScan {
   }
 };
 
-BoundScan scan(SsdStore& self) {
-  return unlocked([&] { return BoundScan{self.scan(), self.row_bytes()}; });
+BoundScan scan(SsdStore& self, uint64_t lo, uint64_t hi) {
+  return unlocked([&] { return BoundScan{self.scan({lo, hi}), self.row_bytes()}; });
 }
 
 // Changes since a position, and their row size.
@@ -249,7 +249,7 @@ void bind_store(nb::module_& m) {
            })
       .def("epochs", [](const SsdStore& self) { return unlocked([&] { return self.epochs(); }); })
       .def("release", [](SsdStore& self, uint64_t epoch) { unlocked([&] { self.release(epoch); }); })
-      .def("scan", &scan, nb::keep_alive<0, 1>())
+      .def("scan", &scan, "lo"_a, "hi"_a, nb::keep_alive<0, 1>())
       .def("position", &position)
       .def("changes_since", &changes_since, "since"_a)
       .def("count", [](SsdStore& self) { return unlocked([&] { return self.count(); }); })

@@ -75,5 +75,51 @@ TEST(DramErase, WaitsForPullsThatHaveReadOldRows) {
   tier.check(true);
 }
 
+// Else a step that deletes rows would wait for the reads of all batches ahead.
+TEST(DramErase, DoesNotWaitForPullsOfOtherRows) {
+  SlowStore store(kLayout.bytes());
+  DramTier tier(options(1 << 16), &store);
+  std::vector<uint32_t> slots;
+  std::thread puller([&] { slots = pull(tier, {5}); });
+  while (!store.reading) std::this_thread::yield();
+  const uint64_t other = 6;
+  CHECK_EQ(tier.erase(&other, 1), 0u);  // the pull ends only after this
+  store.deleted = true;
+  puller.join();
+  tier.unpin(slots.data(), 1, false);
+  tier.check(true);
+}
+
+TEST(DramErase, DirtyRowsOfARange) {
+  MapStore store(kLayout.bytes());
+  DramTier tier(options(1 << 16), &store);
+  const auto keys = range(0, 300);
+  const auto slots = pull(tier, keys);
+  tier.mark_dirty(slots.data(), 200);
+  const KeyRange low{0, ~uint64_t{0} / 4}, high{~uint64_t{0} / 4 + 1, ~uint64_t{0}};
+  const auto expected = static_cast<size_t>(
+      std::count_if(keys.begin(), keys.begin() + 200, [&](uint64_t key) { return low.contains(key); }));
+  const auto dirty = [&](KeyRange part) {
+    std::vector<uint64_t> found(300);
+    std::vector<uint8_t> rows(300 * kLayout.bytes());
+    uint32_t next = 0;
+    size_t n = 0;
+    while (const size_t more = tier.dirty_rows(&next, 7, found.data() + n, rows.data(), part)) n += more;
+    for (size_t i = 0; i < n; ++i) CHECK(part.contains(found[i]) && found[i] < 200);
+    return n;
+  };
+  CHECK(expected > 20 && expected < 100);
+  CHECK_EQ(dirty(low), expected);
+  CHECK_EQ(dirty(high), 200 - expected);
+  tier.flush(nullptr, low);
+  CHECK_EQ(store.size(), expected);
+  CHECK_EQ(dirty(low), 0u);
+  CHECK_EQ(dirty({}), 200 - expected);
+  tier.flush();
+  CHECK_EQ(store.size(), 200u);
+  tier.unpin(slots.data(), slots.size(), false);
+  tier.check(true);
+}
+
 }  // namespace
 }  // namespace thermocline

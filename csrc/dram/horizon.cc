@@ -244,14 +244,15 @@ void Horizon::collect_numbers(Scratch& s, HorizonBatch& batch) {
 
 // ---- load
 
-const std::vector<uint64_t>& Horizon::next_part(size_t max, uint32_t partitions) {
-  put_back();  // a part that was not loaded
+std::unique_ptr<HorizonPart> Horizon::next_part(size_t max, uint32_t partitions) {
   // Choose the partitions, and how many keys of each. Keys added to a partition after its turn wait for the next cycle.
   struct Visit {
     uint32_t keys, first;
   };
   std::array<Visit, kMaxPartitions> visits;
-  const uint64_t begin = position_;
+  std::unique_ptr<HorizonPart> part(new HorizonPart(*this));
+  std::lock_guard sweep(sweep_mutex_);
+  const uint64_t begin = gathered_;
   uint64_t end = begin;
   size_t total = 0;
   for (; end < begin + std::min(count_, partitions) && total < max && !dropped_; ++end) {
@@ -263,8 +264,9 @@ const std::vector<uint64_t>& Horizon::next_part(size_t max, uint32_t partitions)
     total += visits[end - begin].keys;
     gathered_ = end + 1;
   }
-  part_.resize(total);
-  part_keys_.resize(total);
+  part->begin_ = begin;
+  part->numbers_.resize(total);
+  part->keys_.resize(total);
   std::atomic<bool> partial{false};  // a partition has more than `max` keys: its visit is not over
   tier_.pool().parallel(end - begin, [&](size_t i) {
     const auto p = static_cast<uint32_t>((begin + i) % count_);
@@ -280,8 +282,8 @@ const std::vector<uint64_t>& Horizon::next_part(size_t max, uint32_t partitions)
         continue;
       }
       e.store_slot(HorizonEntry::kLoading);
-      part_[gathered] = p << 24 | pending[k];
-      part_keys_[gathered++] = e.key;
+      part->numbers_[gathered] = p << 24 | pending[k];
+      part->keys_[gathered++] = e.key;
     }
     pending.erase(pending.begin(), pending.begin() + visits[i].keys);
     if (visits[i].keys == max && !pending.empty()) partial = true;
@@ -289,59 +291,67 @@ const std::vector<uint64_t>& Horizon::next_part(size_t max, uint32_t partitions)
   });
   size_t kept = 0;
   for (size_t i = 0; i < end - begin; ++i) {  // without the keys that were erased
-    std::copy_n(part_.begin() + visits[i].first, visits[i].keys, part_.begin() + kept);
-    std::copy_n(part_keys_.begin() + visits[i].first, visits[i].keys, part_keys_.begin() + kept);
+    std::copy_n(part->numbers_.begin() + visits[i].first, visits[i].keys, part->numbers_.begin() + kept);
+    std::copy_n(part->keys_.begin() + visits[i].first, visits[i].keys, part->keys_.begin() + kept);
     kept += visits[i].keys;
   }
-  part_.resize(kept);
-  part_keys_.resize(kept);
+  part->numbers_.resize(kept);
+  part->keys_.resize(kept);
   gathered_ = partial ? end - 1 : end;
-  if (part_.empty()) position_ = gathered_.load();
-  return part_keys_;
+  if (kept > 0) {
+    begins_.push_back(begin);
+  } else {
+    advance();
+  }
+  return part;
 }
 
-void Horizon::load_part(const uint8_t* skip) {
-  if (part_.empty()) return;
-  std::vector<uint32_t> slots(part_.size(), HorizonEntry::kAbsent);
+void Horizon::load_part(HorizonPart& part, const uint8_t* skip) {
+  if (part.numbers_.empty()) return;
+  std::vector<uint32_t> slots(part.numbers_.size(), HorizonEntry::kAbsent);
   std::vector<uint64_t> keys;
-  for (size_t i = 0; i < part_.size(); ++i) {
-    if (!skip || !skip[i]) keys.push_back(part_keys_[i]);
+  if (skip) {
+    for (size_t i = 0; i < part.keys_.size(); ++i) {
+      if (!skip[i]) keys.push_back(part.keys_[i]);
+    }
   }
+  const std::vector<uint64_t>& wanted = skip ? keys : part.keys_;
   try {
-    std::vector<uint32_t> pulled(keys.size());
-    tier_.pull(keys.data(), keys.size(), pulled.data(), purpose_);
-    for (size_t i = 0, j = 0; i < part_.size(); ++i) {
+    std::vector<uint32_t> pulled(wanted.size());
+    tier_.pull(wanted.data(), wanted.size(), pulled.data(), purpose_);
+    for (size_t i = 0, j = 0; i < slots.size(); ++i) {
       if (skip && skip[i]) continue;
       slots[i] = pulled[j] == kNoSlot ? HorizonEntry::kAbsent : pulled[j];
       ++j;
     }
   } catch (const BudgetError&) {
-    put_back();
+    put_back(part);
     throw;
   } catch (...) {
-    publish(slots);
+    publish(part, slots);
     throw;
   }
-  publish(slots);
+  publish(part, slots);
 }
 
-void Horizon::publish(const std::vector<uint32_t>& slots) {
+void Horizon::publish(HorizonPart& part, const std::vector<uint32_t>& slots) {
   // Ranges of whole partitions.
+  const std::vector<uint32_t>& numbers = part.numbers_;
   std::vector<size_t> ranges;
-  for (size_t i = 0; i < part_.size(); ++i) {
-    if (i == 0 || part_[i] >> 24 != part_[i - 1] >> 24) ranges.push_back(i);
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (i == 0 || numbers[i] >> 24 != numbers[i - 1] >> 24) ranges.push_back(i);
   }
-  ranges.push_back(part_.size());
+  ranges.push_back(numbers.size());
   std::mutex mutex;
   Unpins unpins;
   tier_.pool().parallel(ranges.size() - 1, [&](size_t r) {
-    HorizonPartition& partition = partitions_[part_[ranges[r]] >> 24];
+    HorizonPartition& partition = partitions_[numbers[ranges[r]] >> 24];
     std::lock_guard lock(partition.mutex);
     size_t kept = 0;
     for (size_t i = ranges[r]; i < ranges[r + 1]; ++i) {
-      const uint32_t ahead = part_[std::min(i + kEntryAhead, ranges[r + 1] - 1)];
+      const uint32_t ahead = numbers[std::min(i + kEntryAhead, ranges[r + 1] - 1)];
       __builtin_prefetch(&partition.entry(ahead & kIndexMask), 1);
-      const uint32_t index = part_[i] & kIndexMask;
+      const uint32_t index = numbers[i] & kIndexMask;
       HorizonEntry& e = partition.entry(index);
       const bool keep = e.uses > 0 && !dropped_;
       if (HorizonEntry::pinned(slots[i])) {
@@ -357,24 +367,47 @@ void Horizon::publish(const std::vector<uint32_t>& slots) {
     }
     pinned_ += kept;
   });
-  part_.clear();
-  position_ = gathered_.load();
+  {
+    std::lock_guard sweep(sweep_mutex_);
+    end_part(part);
+  }
   tier_.unpin(unpins.slots.data(), unpins.slots.size(), false, unpins.keys.data());
 }
 
-void Horizon::put_back() {
-  for (uint32_t number : part_) {
+// Visits the keys of a part again: the sweep goes back to its begin.
+void Horizon::put_back(HorizonPart& part) {
+  std::lock_guard sweep(sweep_mutex_);
+  for (uint32_t number : part.numbers_) {
     HorizonPartition& partition = partitions_[number >> 24];
     std::lock_guard lock(partition.mutex);
     partition.entry(number & kIndexMask).store_slot(HorizonEntry::kPending);
     partition.pending.push_back(number & kIndexMask);
   }
-  part_.clear();
+  gathered_ = std::min<uint64_t>(gathered_, part.begin_);
+  end_part(part);
+}
+
+// The two methods below are called under sweep_mutex_.
+void Horizon::end_part(HorizonPart& part) {
+  begins_.erase(std::find(begins_.begin(), begins_.end(), part.begin_));
+  part.numbers_.clear();
+  advance();
+}
+
+void Horizon::advance() {
+  uint64_t position = gathered_;
+  for (uint64_t begin : begins_) position = std::min(position, begin);
+  position_ = position;
+}
+
+HorizonPart::~HorizonPart() {
+  if (!numbers_.empty()) horizon_.put_back(*this);
 }
 
 bool Horizon::load(size_t max) {
-  if (next_part(max).empty()) return false;
-  load_part();
+  const std::unique_ptr<HorizonPart> part = next_part(max);
+  if (part->keys().empty()) return false;
+  load_part(*part);
   return true;
 }
 

@@ -7,7 +7,8 @@
 //   add        numbers the keys of a batch, and deduplicates it: the ids are hashed once, for the look-ahead and for
 //              training. Keeps 4 bytes per id and per unique key
 //   load       the sweep: visits the partitions in a cycle. A visit loads and pins the keys added since the last one,
-//              so a batch is loaded one cycle after it was added
+//              so a batch is loaded one cycle after it was added. Several parts of a sweep may be loaded at once, so
+//              that the store reads while other parts are gathered, pinned and published
 //   take       the slots of a batch's rows, without a lookup
 //   release    ends a batch. Rows that no batch of the window uses are unpinned
 //
@@ -78,13 +79,33 @@ class HorizonBatch {
   std::atomic<bool> released_{false};
 };
 
-// Thread safety: one thread adds, one thread loads; all other calls may run concurrently with these and each other.
-// Invariants: 1. A key of the window holds at most one pin. 2. After drop() only keys of batches that were taken and
-// not released hold pins; after destruction none.
+// Keys of the next partitions of a sweep, to be loaded together. Destroyed without Horizon::load_part(), its keys are
+// visited again. The horizon must outlive it. Thread safety: used by one thread at a time.
+class HorizonPart {
+ public:
+  ~HorizonPart();
+  HorizonPart(const HorizonPart&) = delete;
+  const std::vector<uint64_t>& keys() const { return keys_; }
+
+ private:
+  friend class Horizon;
+  explicit HorizonPart(Horizon& horizon) : horizon_(horizon) {}
+
+  Horizon& horizon_;
+  uint64_t begin_ = 0;             // value of Horizon::gathered_ before the part
+  std::vector<uint32_t> numbers_;  // of the keys; empty: the part is over
+  std::vector<uint64_t> keys_;     // in the order of partitions
+};
+
+// Thread safety: one thread adds; all other calls may run concurrently with it and each other.
+// Invariants: 1. A key of the window holds at most one pin. 2. After drop() and the end of all loads, only keys of
+// batches that were taken and not released hold pins; after destruction none. 3. position_ <= the begin of every part
+// that is not over.
 class Horizon {
  public:
   static constexpr uint32_t kMaxPartitions = 256;
   static constexpr size_t kScratchBytes = 29;  // per id of the largest batch: working memory of add()
+  static constexpr size_t kPartBytes = 37;     // per key of a part: HorizonPart, and working memory of load_part()
 
   // `tier` must outlive the horizon. `training`: the batches will pull their rows; else they will read() them.
   explicit Horizon(DramTier& tier, bool training = true);
@@ -94,12 +115,12 @@ class Horizon {
   std::unique_ptr<HorizonBatch> add(const uint64_t* ids, size_t n);
 
   // The next part of the sweep: up to `max` keys to load, of the next `partitions` partitions, in their order. Empty:
-  // there were none in these partitions. Valid until load_part().
-  const std::vector<uint64_t>& next_part(size_t max, uint32_t partitions = kMaxPartitions);
-  // Loads and pins the rows of the part, except those with skip[i] != 0. Throws BudgetError, and changes nothing, if
-  // the tier cannot hold them beside the rows pinned already: call next_part() again after rows were released. After
-  // another error the rows of the part are left to the batches that need them.
-  void load_part(const uint8_t* skip = nullptr);
+  // there were none in these partitions.
+  std::unique_ptr<HorizonPart> next_part(size_t max, uint32_t partitions = kMaxPartitions);
+  // Loads and pins the rows of a part, except those with skip[i] != 0. Throws BudgetError, and changes nothing, if the
+  // tier cannot hold them beside the rows pinned already: the keys are visited again. After another error the rows of
+  // the part are left to the batches that need them.
+  void load_part(HorizonPart& part, const uint8_t* skip = nullptr);
   // next_part() and load_part(). Returns whether the part had keys.
   bool load(size_t max);
   // Unpins all rows that no taken batch uses, and loads no more.
@@ -109,11 +130,13 @@ class Horizon {
   size_t unique() const;
   size_t pinned() const { return pinned_; }        // rows
   size_t late() const { return late_; }            // rows that were not loaded when their batch was taken
-  uint64_t position() const { return position_; }  // partitions visited by the sweep so far
+  uint64_t position() const { return position_; }  // partitions loaded by the sweep so far
+  uint64_t gathered() const { return gathered_; }  // the same, with those of the parts in progress
   size_t bytes() const;                            // of this object and its batches, without the rows in the tier
 
  private:
   friend class HorizonBatch;
+  friend class HorizonPart;
   struct Scratch;
   struct Unpins {
     std::vector<uint32_t> slots;
@@ -123,8 +146,10 @@ class Horizon {
   void scatter(const uint64_t* ids, size_t n, Scratch& s);
   void number(uint32_t p, Scratch& s, HorizonBatch& batch);
   void collect_numbers(Scratch& s, HorizonBatch& batch);
-  void publish(const std::vector<uint32_t>& slots);
-  void put_back();
+  void publish(HorizonPart& part, const std::vector<uint32_t>& slots);
+  void put_back(HorizonPart& part);
+  void end_part(HorizonPart& part);
+  void advance();
   void release(HorizonBatch& batch);
   void release_range(const HorizonBatch& batch, size_t range, Unpins* unpins);
   void unpin(const Unpins& unpins);
@@ -136,11 +161,11 @@ class Horizon {
   std::unique_ptr<HorizonPartition[]> partitions_;
   std::unique_ptr<Scratch> scratch_;  // of the adding thread
 
-  // The sweep. Vectors: used by the loading thread only.
-  std::atomic<uint64_t> position_{0};  // partitions loaded so far: number position_ % count_ is the next one
-  std::atomic<uint64_t> gathered_{0};  // position_ after the part being loaded
-  std::vector<uint32_t> part_;         // numbers of the keys being loaded
-  std::vector<uint64_t> part_keys_;
+  // The sweep. Written under sweep_mutex_, which is locked before the mutex of a partition.
+  std::mutex sweep_mutex_;
+  std::atomic<uint64_t> position_{0};  // partitions loaded so far
+  std::atomic<uint64_t> gathered_{0};  // number gathered_ % count_ is the next one to visit
+  std::vector<uint64_t> begins_;       // of the parts in progress
 
   std::atomic<bool> dropped_{false};
   std::atomic<size_t> pinned_{0}, late_{0}, batch_bytes_{0};

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <map>
 #include <random>
@@ -20,6 +21,7 @@ namespace {
 
 using Ids = std::vector<uint64_t>;
 using BatchPtr = std::unique_ptr<HorizonBatch>;
+using PartPtr = std::unique_ptr<HorizonPart>;
 
 Ids random_ids(std::mt19937_64& random, size_t ids, uint64_t keys) {
   Ids out(ids);
@@ -147,15 +149,15 @@ TEST(Horizon, LoadsInHashOrder) {
   const auto top = [](uint64_t key) { return hash_key(key) >> 60; };  // of 16 partitions
   uint64_t last = 0;
   size_t loaded = 0;
-  for (size_t size; (size = horizon.next_part(1000).size()) > 0; loaded += size) {
-    const Ids part = horizon.next_part(1000);  // the same again
-    CHECK_EQ(part.size(), size);
+  for (size_t size; (size = horizon.next_part(1000)->keys().size()) > 0; loaded += size) {
+    const PartPtr part = horizon.next_part(1000);  // the same again
+    CHECK_EQ(part->keys().size(), size);
     CHECK(size <= 1000);
-    for (uint64_t key : part) {
+    for (uint64_t key : part->keys()) {
       CHECK(top(key) >= last);
       last = top(key);
     }
-    horizon.load_part();
+    horizon.load_part(*part);
   }
   CHECK_EQ(loaded, 3000u);
   CHECK(batch->loaded());
@@ -167,10 +169,10 @@ TEST(Horizon, SkippedRowsAreLeftToTheirBatch) {
   {
     Horizon horizon(tier);
     const BatchPtr batch = add(horizon, range(0, 100));
-    const Ids part = horizon.next_part(100);
+    const PartPtr part = horizon.next_part(100);
     std::vector<uint8_t> skip(100, 0);
     std::fill_n(skip.begin(), 40, 1);
-    horizon.load_part(skip.data());
+    horizon.load_part(*part, skip.data());
     CHECK(batch->loaded());
     CHECK_EQ(horizon.pinned(), 60u);
     CHECK_EQ(tier.stats().resident, 60u);
@@ -229,6 +231,68 @@ TEST(Horizon, APartThatDoesNotFitChangesNothingAndCanBeRepeated) {
   CHECK_EQ(second.pinned(), capacity * 3 / 4);
   second.drop();
   second.drop();
+  tier.check(true);
+}
+
+// Gets wait until two of them run at the same time.
+class PairedStore : public MapStore {
+ public:
+  using MapStore::MapStore;
+  void get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut rows) override {
+    const int running = ++running_;
+    if (running > most) most = running;
+    for (int i = 0; i < 2000 && most < 2; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    MapStore::get(keys, n, found, rows);
+    --running_;
+  }
+  std::atomic<int> most{0};
+
+ private:
+  std::atomic<int> running_{0};
+};
+
+TEST(Horizon, PartsAreLoadedAtOnce) {
+  PairedStore store(kLayout.bytes());
+  DramTier tier(options(1 << 20), &store);
+  Horizon horizon(tier);
+  const BatchPtr batch = add(horizon, range(0, 2000));
+  const PartPtr first = horizon.next_part(700), second = horizon.next_part(700);
+  CHECK(!first->keys().empty() && !second->keys().empty());
+  std::thread loader([&] { horizon.load_part(*first); });
+  horizon.load_part(*second);
+  loader.join();
+  CHECK_EQ(store.most.load(), 2);
+  CHECK_EQ(horizon.pinned(), first->keys().size() + second->keys().size());
+  CHECK_EQ(horizon.position(), horizon.gathered());
+  load_all(horizon, 700);
+  CHECK_EQ(horizon.pinned(), 2000u);
+  batch->release();
+  tier.check(true);
+}
+
+TEST(Horizon, ABatchIsNotLoadedBeforeAPartThatWasGivenUp) {
+  MapStore store(kLayout.bytes());
+  DramTier tier(options(1 << 20), &store);
+  Horizon horizon(tier);
+  const BatchPtr batch = add(horizon, range(0, 2000));
+  std::vector<PartPtr> parts;
+  while (horizon.gathered() < horizon.partitions()) parts.push_back(horizon.next_part(500));
+  CHECK(parts.size() >= 4);
+  for (size_t i : {3, 1, 2}) horizon.load_part(*parts[i]);  // in any order
+  for (size_t i = 4; i < parts.size(); ++i) horizon.load_part(*parts[i]);
+  CHECK_EQ(horizon.position(), 0u);
+  const BatchPtr later = add(horizon, range(2000, 2100));
+  parts[0].reset();  // put back
+  CHECK_EQ(horizon.position(), 0u);
+  CHECK_EQ(horizon.gathered(), 0u);
+  CHECK(!batch->loaded());
+  load_all(horizon, 500);
+  CHECK(batch->loaded());
+  CHECK_EQ(horizon.pinned(), 2100u);
+  std::vector<uint32_t> slots(batch->unique());
+  CHECK_EQ(batch->take(slots.data()), 0u);
+  batch->release();
+  later->release();
   tier.check(true);
 }
 
@@ -300,9 +364,13 @@ TEST(Horizon, ThreadsAddLoadTakeAndDropAtOnce) {
     std::mutex mutex;
     std::deque<BatchPtr> queue;
     std::atomic<bool> done{false};
-    std::thread loader([&] {
-      while (!done) horizon.load(64);
-    });
+    const auto load = [&] {
+      for (int i = 0; !done; ++i) {
+        if (i % 7 == 6) horizon.next_part(64);  // and put back
+        else horizon.load(64);
+      }
+    };
+    std::thread loader(load), second_loader(load);
     std::thread consumer([&] {
       for (int taken = 0; taken < 400;) {
         BatchPtr batch;
@@ -332,6 +400,7 @@ TEST(Horizon, ThreadsAddLoadTakeAndDropAtOnce) {
     consumer.join();
     done = true;
     loader.join();
+    second_loader.join();
   }
   tier.check(true);
 }

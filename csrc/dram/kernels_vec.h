@@ -148,6 +148,7 @@ TC_INLINE void prefetch(const void* row, size_t bytes) {
   const char* p = static_cast<const char*>(row);
   if constexpr (D > 0 && D <= 16) {
     __builtin_prefetch(p);
+    for (size_t b = 64; b < bytes; b += 64) __builtin_prefetch(p + b);  // a whole row: with state and statistics
     __builtin_prefetch(p + bytes - 1);
   } else {
     const size_t lines = bytes < 512 ? bytes : 512;

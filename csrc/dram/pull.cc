@@ -21,7 +21,6 @@ size_t DramTier::cached_keys(const Scratch& s) const { return std::min(s.keys_ma
 // ---- pull
 
 void DramTier::pull(const uint64_t* keys, size_t n, uint32_t* slots, Purpose purpose) {
-  std::shared_lock gate(erase_mutex_);
   ScratchPool::Lease s(scratch_);
   acquire(*s, keys, n, slots, nullptr, purpose);
 }

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
-#include <shared_mutex>
 
 #include "dram/copy_rows.h"
 #include "dram/tier.h"
@@ -74,7 +73,6 @@ void DramTier::for_lookup_tasks(size_t n, const F& f) {
 // ---- read
 
 DramTier::Sources DramTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
-  std::shared_lock gate(erase_mutex_);
   ScratchPool::Lease s(scratch_);
   Sources sources;
   for (size_t b = 0; b < n; b += s->keys_max()) {
@@ -85,6 +83,7 @@ DramTier::Sources DramTier::read(const uint64_t* keys, size_t n, uint8_t* rows) 
   }
   reads_ += n;
   read_hits_ += sources.resident;
+  read_from_store_ += sources.store;
   return sources;
 }
 
@@ -164,7 +163,6 @@ size_t DramTier::read_from_store(const Scratch::StoreReads& reads, size_t n, uin
 // ---- push
 
 void DramTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique) {
-  std::shared_lock gate(erase_mutex_);
   ScratchPool::Lease s(scratch_);
   uint32_t* const slots = s->pushed_slots();
   for (size_t b = 0; b < n; b += s->keys_max()) {
@@ -220,12 +218,32 @@ bool DramTier::replace_resident(const uint64_t* keys, size_t n, const uint8_t* r
 
 // ---- erase
 
+// A pull inserts a key into the index before it reads the store. So a pull that may have read the row before the caller
+// removed it from the store is over, or its slot is kLoading here. Waits for these; a slot that is kLoading afterwards
+// was inserted since, and gets the initial row.
+void DramTier::wait_for_loads(Scratch& s, const uint64_t* keys, size_t n) {
+  std::mutex mutex;
+  std::vector<uint32_t> loading;
+  for_key_groups(s, keys, nullptr, n, [&](Shard& shard, const Probe* probes, size_t m) {
+    for (size_t j = 0; j < m; ++j) {
+      const uint32_t slot = shard.find(probes[j].tag, keys[probes[j].index]);
+      if (slot == kNoSlot || meta()[slot].load_state() != SlotState::kLoading) continue;
+      std::lock_guard lock(mutex);
+      loading.push_back(slot);
+    }
+  });
+  for (uint32_t slot : loading) {
+    std::unique_lock lock(wait_mutex_);
+    ready_.wait(lock, [&] { return meta()[slot].load_state() != SlotState::kLoading; });
+  }
+}
+
 size_t DramTier::erase(const uint64_t* keys, size_t n) {
-  std::lock_guard gate(erase_mutex_);
+  ScratchPool::Lease s(scratch_);
+  for (size_t b = 0; b < n; b += s->keys_max()) wait_for_loads(*s, keys + b, std::min(s->keys_max(), n - b));
   // No row is being written to the store: none is kWriting or kEvicting.
   std::lock_guard ahead(write_ahead_mutex_);
   std::lock_guard writeback(writeback_mutex_);
-  ScratchPool::Lease s(scratch_);
   std::atomic<size_t> erased{0};
   for (size_t b = 0; b < n; b += s->keys_max()) {
     const uint64_t* const part = keys + b;
@@ -238,6 +256,7 @@ size_t DramTier::erase(const uint64_t* keys, size_t n) {
         ++found;
         clear_dirty(slot);
         SlotMeta& meta_of_slot = meta()[slot];
+        if (meta_of_slot.load_state() == SlotState::kLoading) continue;
         if (meta_of_slot.pins > 0) {
           initial_.store(key, row(slot));
           continue;

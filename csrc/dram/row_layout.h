@@ -1,5 +1,5 @@
 // Layout of a row: `dim` weights, as fp32 or as codes (codec.h), then the optimizer's fp32 state, then, if rows catch
-// up (kernels.h), the number of the last step that the row includes, as uint32, or the statistics of the row
+// up (kernels.h), the number of the last step that the row includes, as uint32, then the statistics of the row
 // (statistics.h). Stores contain these bytes: the layout never changes.
 #pragma once
 
@@ -40,7 +40,7 @@ struct RowLayout {
   uint32_t dim;
   Optimizer optimizer;
   Precision precision{};
-  bool catch_up = false;   // fp32 only, without statistics
+  bool catch_up = false;   // fp32 only
   uint8_t statistics = 0;  // bits of Statistic
 
   // Rows with kShow or kClick end with a uint32: the number of decays that both include.

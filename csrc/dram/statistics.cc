@@ -75,20 +75,21 @@ class RowUpdate {
   const bool has_decays_;
 };
 
-int64_t sum_of(const uint32_t* grad_rows, const int64_t* units, size_t begin, size_t end) {
+int64_t sum_of(const uint32_t* grad_rows, const Labels& labels, size_t begin, size_t end) {
   int64_t sum = 0;
-  for (size_t j = begin; j < end; ++j) sum += units[grad_rows[j]];
+  for (size_t j = begin; j < end; ++j) sum += labels.of(grad_rows[j]);
   return sum;
 }
 
 }  // namespace
 
 void update_statistics(const Rows& rows, const RowLayout& layout, const uint32_t* slots, const uint32_t* starts,
-                       const uint32_t* grad_rows, const int64_t* units, const StatisticsStep& step, size_t begin,
+                       const uint32_t* grad_rows, const Labels* labels, const StatisticsStep& step, size_t begin,
                        size_t end) {
   const RowUpdate update(rows, layout, step);
   for (size_t u = begin; u < end; ++u) {
-    update.apply(slots[u], starts[u + 1] - starts[u], units ? sum_of(grad_rows, units, starts[u], starts[u + 1]) : 0);
+    update.apply(slots[u], starts[u + 1] - starts[u],
+                 labels ? sum_of(grad_rows, *labels, starts[u], starts[u + 1]) : 0);
   }
 }
 
@@ -97,7 +98,7 @@ void sum_clicks(ThreadPool& pool, const uint32_t* starts, size_t keys, const uin
   const size_t tasks = starts[keys] / kTaskRows + 1;
   pool.parallel(tasks, [&](size_t t) {
     for (size_t u = keys * t / tasks; u < keys * (t + 1) / tasks; ++u) {
-      clicks[u] = sum_of(grad_rows, units, starts[u], starts[u + 1]);
+      clicks[u] = sum_of(grad_rows, {units, 1}, starts[u], starts[u + 1]);
     }
   });
 }

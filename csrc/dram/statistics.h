@@ -31,10 +31,23 @@ struct StatisticsStep {
   std::vector<DecayRun> decays;  // ascending
 };
 
-// Applies one step to the rows of the keys [begin, end) of a batch. `units` may be null if the layout has no kClick;
-// grad_rows and units: as in sum_clicks().
+// Labels in units of 2^-16, one for every `rows` consecutive rows of the gradients: the vectors of an example's bags.
+class Labels {
+ public:
+  Labels(const int64_t* units, uint32_t rows) : units_(units), inverse_(rows == 1 ? 0 : ~uint64_t{0} / rows + 1) {}
+  int64_t of(uint32_t row) const {  // the high half of the product is row / rows
+    return units_[inverse_ == 0 ? row : static_cast<uint64_t>(static_cast<unsigned __int128>(inverse_) * row >> 64)];
+  }
+
+ private:
+  const int64_t* units_;
+  uint64_t inverse_;  // 2^64 / rows, rounded up; 0: one row
+};
+
+// Applies one step to the rows of the keys [begin, end) of a batch. `labels` may be null if the layout has no kClick;
+// grad_rows: as in sum_clicks().
 void update_statistics(const Rows& rows, const RowLayout& layout, const uint32_t* slots, const uint32_t* starts,
-                       const uint32_t* grad_rows, const int64_t* units, const StatisticsStep& step, size_t begin,
+                       const uint32_t* grad_rows, const Labels* labels, const StatisticsStep& step, size_t begin,
                        size_t end);
 // clicks[u] = the sum of units[grad_rows[j]] for starts[u] <= j < starts[u + 1]; see SegmentArgs.
 void sum_clicks(ThreadPool& pool, const uint32_t* starts, size_t keys, const uint32_t* grad_rows, const int64_t* units,

@@ -13,7 +13,7 @@ namespace thermocline {
 namespace {
 
 constexpr size_t kSmallKeys = 65536;
-constexpr size_t kScratches = 2;
+constexpr size_t kSmallBudget = 64u << 20;
 constexpr size_t kHashBlock = 256;
 constexpr size_t kInlineKeys = 2048;  // smaller groups are processed without waking threads
 constexpr size_t kStagedBytes = 8u << 20;
@@ -48,7 +48,9 @@ DramTier::Plan DramTier::plan_for(uint32_t capacity, size_t row_bytes, const Tie
   const double share = static_cast<double>(capacity) / p.shards;
   const double most = std::min<double>(capacity, share + 8 * std::sqrt(share) + 32);
   p.buckets = static_cast<uint32_t>(most * 1.25) + 2;
-  p.scratch_keys = std::clamp<size_t>(options.budget / 16 / (kScratches * Scratch::kBytes), 64, 1 << 22) / 64 * 64;
+  // Four: two parts of a look-ahead, and beside them a pull or read() and a push(). In little memory two larger ones.
+  p.scratches = options.budget < kSmallBudget ? 2 : 4;
+  p.scratch_keys = std::clamp<size_t>(options.budget / 16 / (p.scratches * Scratch::kBytes), 64, 1 << 22) / 64 * 64;
   const size_t small_keys = std::min(p.scratch_keys, kSmallKeys);
   const bool ahead = options.write_ahead.value_or(1) > 0;
   p.staged_rows = ahead ? std::min(kStagedBytes, options.budget / 32) / (row_bytes + kStagedRowBytes) : 0;
@@ -57,7 +59,7 @@ DramTier::Plan DramTier::plan_for(uint32_t capacity, size_t row_bytes, const Tie
                (size_t{capacity} + 63) / 64 * sizeof(uint64_t) + p.shards * sizeof(Shard);
   p.index = size_t{p.shards} * p.buckets * sizeof(uint64_t);
   p.buffers = options.reserved + p.staged_rows * (row_bytes + kStagedRowBytes) +
-              kScratches * (p.scratch_keys * Scratch::kBytes + small_keys * Scratch::kSmallBytes);
+              p.scratches * (p.scratch_keys * Scratch::kBytes + small_keys * Scratch::kSmallBytes);
   return p;
 }
 
@@ -90,8 +92,8 @@ DramTier::DramTier(const TierOptions& options, RowStore* store)
       staging_(plan_.staged_rows * (row_bytes_ + kStagedRowBytes)),
       shards_(std::make_unique<Shard[]>(plan_.shards)),
       pool_(options.threads),
-      scratch_(kScratches, plan_.scratch_keys, false),
-      small_scratch_(kScratches, std::min(plan_.scratch_keys, kSmallKeys), true),
+      scratch_(plan_.scratches, plan_.scratch_keys, false),
+      small_scratch_(plan_.scratches, std::min(plan_.scratch_keys, kSmallKeys), true),
       reserve_(options_.write_ahead.value_or(plan_.capacity / 16)),
       background_([this] { write_ahead(reserve_); }) {
   for (uint32_t s = 0; s < plan_.shards; ++s) {

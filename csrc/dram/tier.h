@@ -29,7 +29,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -39,6 +38,7 @@
 #include "dram/row_layout.h"
 #include "dram/scratch.h"
 #include "dram/shard.h"
+#include "util/hash.h"
 #include "util/huge_buffer.h"
 #include "util/row_store.h"
 #include "util/thread_pool.h"
@@ -67,6 +67,7 @@ struct TierStats {
   uint64_t loaded_ahead = 0;                      // misses of a look-ahead of training; its hits are not counted
   uint64_t read_ahead = 0;                        // rows that a look-ahead of read() loaded: in no other counter
   uint64_t reads = 0, read_hits = 0;              // keys of read()
+  uint64_t read_from_store = 0;                   // of reads: rows that read() itself read from the store
   uint64_t evictions = 0, flushed = 0, puts = 0;  // flushed: rows written to the store by `puts` calls
   uint64_t written_ahead = 0;                     // of flushed: by the background thread
   uint64_t puts_in_pulls = 0;                     // of puts: a pull waited for them
@@ -106,8 +107,8 @@ class DramTier {
   void push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique = false);
   // Replaces the rows of `keys` by their initial rows, as if they had never been trained: frees the slots of unpinned
   // rows, and overwrites pinned ones. The caller has removed the keys from the store before, while none of these rows
-  // was dirty, and no other call may change them. Waits for all calls in progress, so no row that was read before
-  // remains. Returns the number of rows that were resident.
+  // was dirty, and no other call may change them. Waits for pulls that load one of these rows, so no row that they read
+  // before remains; a read() in progress may still return one. Returns the number of rows that were resident.
   size_t erase(const uint64_t* keys, size_t n);
   // Counts `rows` rows that a batch uses without a pull, because a look-ahead holds their pins.
   void count_hits(size_t rows) { hits_ += rows; }
@@ -115,11 +116,13 @@ class DramTier {
   void copy_out(const uint32_t* slots, size_t n, uint8_t* rows);
   void write(const uint32_t* slots, size_t n, const uint8_t* rows);
 
-  // Writes all dirty rows to the store, or to `to`, and marks them clean. Cost: proportional to the dirty rows.
-  void flush(RowStore* to = nullptr);
-  // Copies the next dirty rows, at most `max`, starting at slot *next, and advances *next. 0: no more rows. Changes
-  // nothing. No dirty row may change, be written or evicted meanwhile: without a store, pulls may be in progress.
-  size_t dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t* rows) const;
+  // Writes the dirty rows of a range to the store, or to `to`, and marks them clean. Cost: proportional to the rows
+  // written; of a part of the keys, also a pass over the keys of all dirty rows, in parallel.
+  void flush(RowStore* to = nullptr, KeyRange range = {});
+  // Copies the next dirty rows of a range, at most `max`, starting at slot *next, and advances *next. 0: no more rows.
+  // Changes nothing. No dirty row may change, be written or evicted meanwhile: without a store, pulls may be in
+  // progress.
+  size_t dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t* rows, KeyRange range = {});
   // Writes the dirty rows among about `rows` rows to be evicted next; they stay resident and become clean. Returns the
   // number written. A background thread calls it (TierOptions::write_ahead).
   size_t write_ahead(size_t rows);
@@ -131,6 +134,11 @@ class DramTier {
   // nothing pinned), free + resident == capacity and no pins.
   void check(bool idle);
   TierStats stats() const;
+  // Counters of stats() that are requested often: stats() takes time proportional to the capacity.
+  size_t pinned() const;
+  uint64_t loaded_ahead() const { return loaded_ahead_ + read_ahead_; }
+  uint64_t rows_read_from_store() const { return read_from_store_; }
+  size_t calls_at_once() const { return plan_.scratches; }  // of pull(), read() and push(); others wait
 
   const RowLayout& layout() const { return options_.layout; }
   const InitialRows& initial() const { return initial_; }
@@ -152,7 +160,7 @@ class DramTier {
   // Division of the budget.
   struct Plan {
     uint32_t capacity, shards, buckets;  // buckets: of the index, per shard
-    size_t scratch_keys;
+    size_t scratches, scratch_keys;
     size_t staged_rows;                     // copies of rows that are being written ahead
     size_t rows, metadata, index, buffers;  // bytes
     size_t total() const { return rows + metadata + index + buffers; }
@@ -225,6 +233,7 @@ class DramTier {
   size_t copy_resident(const Scratch::ReadStatus& lookups, const uint64_t* keys, size_t n, uint8_t* rows);
   bool copy_when_loaded(Scratch& s, uint32_t slot, uint8_t* row);
   size_t read_from_store(const Scratch::StoreReads& reads, size_t n, uint8_t* rows);
+  void wait_for_loads(Scratch& s, const uint64_t* keys, size_t n);
   bool replace_resident(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty);
 
   // Free slots and eviction (writeback.cc).
@@ -255,6 +264,8 @@ class DramTier {
   void keep_reserve(size_t taken);
   void continue_reserve();
 
+  // Per word of dirty_words(): the bits of the rows in `range`. The caller excludes evictions.
+  std::vector<uint64_t> dirty_words_of(KeyRange range);
   bool is_dirty(uint32_t slot) const;
   bool clear_dirty(uint32_t slot);
   void set_dirty(uint32_t slot);
@@ -275,10 +286,9 @@ class DramTier {
   ScratchPool scratch_;        // for calls that may block on the store
   ScratchPool small_scratch_;  // for unpin(), which must not wait for those calls
 
-  // Lock order: erase_mutex_, write_ahead_mutex_, writeback_mutex_, then one shard's mutex, then free_mutex_. Two shard
+  // Lock order: write_ahead_mutex_, writeback_mutex_, then one shard's mutex, then free_mutex_. Two shard
   // mutexes are never held at once. The holder of writeback_mutex_ may wait for the end of a write ahead, which does
   // not take it.
-  std::shared_mutex erase_mutex_;  // exclusive: erase(); shared: pull(), push() and read(), until the rows are copied
   std::mutex write_ahead_mutex_;   // held during a pass of write_ahead() and by flush()
   std::mutex writeback_mutex_;     // held while rows are written to the store: evict(), flush()
   uint32_t next_shard_ = 0;        // protected by writeback_mutex_: first shard to give one victim more than the others
@@ -290,7 +300,8 @@ class DramTier {
   std::condition_variable ready_;
 
   std::atomic<uint64_t> hits_{0}, misses_{0}, loaded_ahead_{0}, read_ahead_{0}, from_store_{0}, initialised_{0},
-      pushed_{0}, reads_{0}, read_hits_{0}, evictions_{0}, flushed_{0}, puts_{0}, written_ahead_{0}, puts_in_pulls_{0};
+      pushed_{0}, reads_{0}, read_hits_{0}, read_from_store_{0}, evictions_{0}, flushed_{0}, puts_{0},
+      written_ahead_{0}, puts_in_pulls_{0};
   std::atomic<size_t> reserve_;                 // rows to be evicted next that are kept clean
   std::atomic<size_t> recent_taken_{0};         // slots of the largest recent pull
   std::atomic<size_t> taken_since_pass_{0};     // slots

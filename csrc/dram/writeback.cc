@@ -12,6 +12,7 @@ namespace {
 
 constexpr size_t kEvictBytes = 1 << 20;  // rows evicted at once, so that puts are large
 constexpr size_t kFreeBlock = 256;       // slots freed under one lock of the free list
+constexpr size_t kTaskWords = 1024;      // of 64 dirty bits, per task
 
 }  // namespace
 
@@ -206,7 +207,24 @@ bool DramTier::clear_dirty(uint32_t slot) {
   return true;
 }
 
-void DramTier::flush(RowStore* to) {
+std::vector<uint64_t> DramTier::dirty_words_of(KeyRange range) {
+  std::vector<uint64_t> words((size_t{plan_.capacity} + 63) / 64);
+  const size_t tasks = words.size() / kTaskWords + 1;
+  pool_.parallel(tasks, [&](size_t t) {
+    for (size_t word = words.size() * t / tasks; word < words.size() * (t + 1) / tasks; ++word) {
+      const uint64_t dirty = dirty_words()[word].load(std::memory_order_acquire);
+      uint64_t kept = dirty;
+      for (uint64_t bits = range.all() ? 0 : dirty; bits != 0; bits &= bits - 1) {
+        const int bit = std::countr_zero(bits);
+        if (!range.contains(meta()[word * 64 + static_cast<size_t>(bit)].key)) kept &= ~(uint64_t{1} << bit);
+      }
+      words[word] = kept;
+    }
+  });
+  return words;
+}
+
+void DramTier::flush(RowStore* to, KeyRange range) {
   RowStore* const store = to ? check_row_bytes(to) : store_;
   if (!store) throw Error("DRAM tier: flush needs a store: create the tier with a store, or pass one to flush()");
   ScratchPool::Lease s(scratch_);
@@ -214,14 +232,21 @@ void DramTier::flush(RowStore* to) {
   std::lock_guard ahead(write_ahead_mutex_);
   const Scratch::Writeback w = s->writeback();
   const size_t words = (size_t{plan_.capacity} + 63) / 64;
+  std::vector<uint64_t> wanted;  // empty: all bits
+  if (!range.all()) {
+    std::lock_guard lock(writeback_mutex_);  // after an eviction in progress: if it fails, its rows are dirty again
+    wanted = dirty_words_of(range);
+  }
   for (size_t word = 0; word < words;) {
     // Taken per part, so that evictions can run in between. A dirty row is evicted only under this mutex, so the keys
     // of its slots do not change here.
     std::lock_guard lock(writeback_mutex_);
     size_t n = 0;
     for (; word < words && n + 64 <= s->keys_max(); ++word) {
-      if (dirty_words()[word].load(std::memory_order_relaxed) == 0) continue;
-      for (uint64_t bits = dirty_words()[word].exchange(0, std::memory_order_acq_rel); bits != 0; bits &= bits - 1) {
+      uint64_t bits =
+          dirty_words()[word].load(std::memory_order_relaxed) & (wanted.empty() ? ~uint64_t{0} : wanted[word]);
+      if (bits == 0) continue;
+      for (bits &= dirty_words()[word].fetch_and(~bits, std::memory_order_acq_rel); bits != 0; bits &= bits - 1) {
         w.slots[n] = static_cast<uint32_t>(word * 64 + std::countr_zero(bits));
         w.keys[n] = meta()[w.slots[n]].key;
         ++n;
@@ -240,10 +265,12 @@ void DramTier::flush(RowStore* to) {
   if (store == store_) background_.take_error();  // the rows of a failed pass were dirty, and are written now
 }
 
-size_t DramTier::dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t* rows) const {
+size_t DramTier::dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t* rows, KeyRange range) {
+  if (*next >= plan_.capacity) return 0;
+  const std::vector<uint64_t> words = dirty_words_of(range);
   size_t n = 0;
   for (; *next < plan_.capacity && n < max; ++*next) {
-    const uint64_t bits = dirty_words()[*next / 64].load(std::memory_order_acquire) >> (*next % 64);
+    const uint64_t bits = words[*next / 64] >> (*next % 64);
     if (bits == 0) {
       *next |= 63;  // the loop increment moves to the next word
       continue;
@@ -293,6 +320,15 @@ void DramTier::check(bool idle) {
   }
 }
 
+size_t DramTier::pinned() const {
+  size_t sum = 0;
+  for (uint32_t h = 0; h < plan_.shards; ++h) {
+    std::lock_guard lock(shards_[h].mutex);
+    sum += shards_[h].pinned();
+  }
+  return sum;
+}
+
 TierStats DramTier::stats() const {
   TierStats t;
   t.capacity = plan_.capacity;
@@ -316,6 +352,7 @@ TierStats DramTier::stats() const {
   t.pushed = pushed_;
   t.reads = reads_;
   t.read_hits = read_hits_;
+  t.read_from_store = read_from_store_;
   t.evictions = evictions_;
   t.flushed = flushed_;
   t.puts = puts_;

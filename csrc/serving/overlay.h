@@ -1,6 +1,7 @@
 // The index of the rows that deltas changed since the base of a view.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -9,6 +10,7 @@
 
 #include "serving/snapshot_file.h"
 #include "util/huge_buffer.h"
+#include "util/huge_vector.h"
 
 namespace thermocline::serving {
 
@@ -45,7 +47,7 @@ class Overlay {
 // eighth of the bytes of the overlays and stays in the processor's caches.
 class ChangeFilter {
  public:
-  explicit ChangeFilter(size_t keys) : words_(keys * kBitsPerKey / 64 + 1, 0), capacity_(keys) {}
+  explicit ChangeFilter(size_t keys) : words_(words_for(keys), 0), capacity_(keys) {}
 
   void add(uint64_t h) { words_[word(h)] |= bits(h); }
   bool may_contain(uint64_t h) const { return (words_[word(h)] & bits(h)) == bits(h); }
@@ -55,7 +57,13 @@ class ChangeFilter {
 
  private:
   static constexpr size_t kBitsPerKey = 12;
+  static constexpr size_t kHugePageWords = HugeAllocator<uint64_t>::kHugePage / sizeof(uint64_t);
 
+  // A filter that is nearly as large as a huge page fills one.
+  static size_t words_for(size_t keys) {
+    const size_t words = keys * kBitsPerKey / 64 + 1;
+    return words >= kHugePageWords / 4 ? std::max(words, kHugePageWords) : words;
+  }
   size_t word(uint64_t h) const {
     return static_cast<size_t>((static_cast<unsigned __int128>(h) * words_.size()) >> 64);
   }
@@ -64,7 +72,7 @@ class ChangeFilter {
            uint64_t{1} << (h >> 18 & 63);
   }
 
-  std::vector<uint64_t> words_;
+  HugeVector<uint64_t> words_;
   size_t capacity_;
 };
 

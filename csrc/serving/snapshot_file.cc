@@ -141,9 +141,9 @@ void SnapshotFile::copy_rows(uint64_t first, uint64_t n, uint64_t* keys, uint8_t
   }
 }
 
-std::vector<uint64_t> SnapshotFile::read_column(uint64_t first_page, uint64_t values, uint32_t per_page,
-                                                ssd::PageKind kind) const {
-  std::vector<uint64_t> column(values);
+HugeVector<uint64_t> SnapshotFile::read_column(uint64_t first_page, uint64_t values, uint32_t per_page,
+                                               ssd::PageKind kind) const {
+  HugeVector<uint64_t> column(values);
   uint32_t offset = ssd::keys_offset(kind == ssd::PageKind::kFences ? ssd::PageKind::kRows : kind);
   for (uint64_t done = 0, number = first_page; done < values; ++number) {
     uint64_t count = std::min<uint64_t>(per_page, values - done);

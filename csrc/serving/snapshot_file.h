@@ -5,10 +5,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
-#include <vector>
 
 #include "serving/snapshot_format.h"
+#include "util/huge_vector.h"
 #include "util/mapped_file.h"
 
 namespace thermocline::serving {
@@ -48,20 +49,20 @@ class SnapshotFile {
   void for_each(const std::function<void(uint64_t key, const uint8_t* row)>& fn) const;
   // Copies rows [first, first + n) in hash order.
   void copy_rows(uint64_t first, uint64_t n, uint64_t* keys, uint8_t* rows) const;
-  const std::vector<uint64_t>& deleted() const { return deleted_; }
+  std::span<const uint64_t> deleted() const { return deleted_; }
 
  private:
   const uint8_t* page(uint64_t number) const { return file_.data() + number * geometry_.page_bytes; }
   uint32_t rows_on(uint64_t row_page) const;
   const uint8_t* verified_page(uint64_t row_page) const;
-  std::vector<uint64_t> read_column(uint64_t first_page, uint64_t values, uint32_t per_page, ssd::PageKind kind) const;
+  HugeVector<uint64_t> read_column(uint64_t first_page, uint64_t values, uint32_t per_page, ssd::PageKind kind) const;
 
   MappedFile file_;
   ssd::Geometry geometry_{};
   SnapshotHeader header_{};
   SnapshotLayout layout_{};
-  std::vector<uint64_t> fences_, deleted_;
-  std::vector<uint32_t> directory_;  // by the first bits of a hash: the page that has the least hash of these bits
+  HugeVector<uint64_t> fences_, deleted_;
+  HugeVector<uint32_t> directory_;  // by the first bits of a hash: the page that has the least hash of these bits
   int shift_ = 63;
   mutable std::unique_ptr<std::atomic<uint64_t>[]> verified_;  // one bit per row page
 };

@@ -154,19 +154,20 @@ PartitionCursor::PartitionCursor(Context& ctx, PartitionView view, size_t buffer
                                  PreadPool* read_ahead)
     : view_(std::move(view)), with_deleted_(with_deleted) {
   const BufferShares shares = shares_of(ctx.g, view_.extents.size(), buffer_bytes);
-  if (view_.base)
-    runs_.push_back(std::make_unique<Run>(ctx, *view_.base->data, 0, 1, view_.base->pages(), false, view_.hi,
-                                          shares.base, read_ahead));
-  for (auto& extent : view_.extents) {
-    auto& f = extent->fences;
+  const auto add = [&](DataFile& file, uint64_t seq, uint64_t data_page, const std::vector<uint64_t>& fences,
+                       bool tombstones, size_t share) {
     // Pages whose rows can reach into [lo, hi].
-    auto first = std::upper_bound(f.begin(), f.end(), view_.lo);
-    if (first != f.begin()) --first;
-    auto last = std::upper_bound(f.begin(), f.end(), view_.hi);
-    if (first >= last) continue;
-    runs_.push_back(std::make_unique<Run>(
-        ctx, *extent->segment, extent->seq, extent->data_page(ctx.g) + (first - f.begin()),
-        static_cast<uint64_t>(last - first), extent->tombstones, view_.hi, shares.extent, read_ahead));
+    auto first = std::upper_bound(fences.begin(), fences.end(), view_.lo);
+    if (first != fences.begin()) --first;
+    const auto last = std::upper_bound(fences.begin(), fences.end(), view_.hi);
+    if (first >= last) return;
+    runs_.push_back(std::make_unique<Run>(ctx, file, seq, data_page + static_cast<uint64_t>(first - fences.begin()),
+                                          static_cast<uint64_t>(last - first), tombstones, view_.hi, share,
+                                          read_ahead));
+  };
+  if (view_.base) add(*view_.base->data, 0, 1, view_.base->fences, false, shares.base);
+  for (auto& extent : view_.extents) {
+    add(*extent->segment, extent->seq, extent->data_page(ctx.g), extent->fences, extent->tombstones, shares.extent);
   }
   for (auto& run : runs_) {  // after all first reads were started
     run->start(view_.lo);

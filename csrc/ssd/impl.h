@@ -23,6 +23,7 @@
 #include <mutex>
 #include <shared_mutex>
 #include <string>
+#include <unordered_map>
 
 #include "ssd/catalog.h"
 #include "ssd/index.h"
@@ -49,6 +50,13 @@ class SsdStore::Impl {
   uint64_t commit(const std::string& note);
   void release(uint64_t epoch);
   std::vector<ssd::PartitionView> views();
+  // The parts of the partitions in `range`, and the entries of the write buffer there: null for a deletion. Nothing is
+  // written.
+  struct RangeView {
+    std::vector<ssd::PartitionView> partitions;
+    std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>> buffered;
+  };
+  RangeView view(KeyRange range);
   StorePosition position();
   std::vector<std::shared_ptr<const ssd::Extent>> extents_since(const StorePosition& since, std::string* cause);
   uint64_t count();

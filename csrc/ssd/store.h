@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "util/fs.h"
+#include "util/hash.h"
 #include "util/row_store.h"
 
 namespace thermocline {
@@ -101,13 +102,15 @@ class SsdStore : public RowStore {
   std::vector<uint64_t> epochs() const;  // retained, oldest first
   void release(uint64_t epoch);          // any but the newest
 
-  // Iterates over all live rows in hash order, with bounded memory. A scan is a snapshot of the store at its start.
+  // Iterates over the live rows with bounded memory. A scan is a snapshot of the store at its start. Of all rows: in
+  // hash order, after buffered rows were appended to the log. Of a range: in any order, writes nothing, copies the
+  // buffered rows of the range, and reads only the pages that have rows of it.
   class Scan {
    public:
     virtual ~Scan() = default;
     virtual size_t next(size_t max_rows, uint64_t* keys, uint8_t* rows) = 0;  // 0: end
   };
-  std::unique_ptr<Scan> scan();
+  std::unique_ptr<Scan> scan(KeyRange range = {});
 
   // The position of all rows put so far.
   StorePosition position();

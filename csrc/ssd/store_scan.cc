@@ -17,6 +17,26 @@ std::vector<PartitionView> SsdStore::Impl::views() {
   return out;
 }
 
+SsdStore::Impl::RangeView SsdStore::Impl::view(KeyRange range) {
+  auto life = alive();
+  std::shared_lock lock(index_mutex_);
+  RangeView out;
+  for (size_t i = index_.partition_of(range.lo); i < index_.size() && index_.partition(i).lo <= range.hi; ++i) {
+    PartitionView view = index_.view(i);
+    view.lo = std::max(view.lo, range.lo);
+    view.hi = std::min(view.hi, range.hi);
+    out.partitions.push_back(std::move(view));
+  }
+  for (uint32_t i = 0; i < buffer_.size(); ++i) {
+    if (!range.contains(buffer_.key(i))) continue;
+    auto& row = out.buffered[buffer_.key(i)];
+    if (buffer_.deleted(i)) continue;
+    row = std::make_unique<uint8_t[]>(ctx.g.row_bytes);
+    std::memcpy(row.get(), buffer_.row(i), ctx.g.row_bytes);
+  }
+  return out;
+}
+
 uint64_t SsdStore::Impl::count() {
   uint64_t sum = 0;
   for (auto& view : views()) {
@@ -108,13 +128,23 @@ namespace {
 
 class PartitionScan : public SsdStore::Scan {
  public:
-  PartitionScan(std::shared_ptr<SsdStore::Impl> impl, std::vector<PartitionView> views)
-      : impl_(std::move(impl)), views_(std::move(views)) {}
+  PartitionScan(std::shared_ptr<SsdStore::Impl> impl, SsdStore::Impl::RangeView view)
+      : impl_(std::move(impl)),
+        views_(std::move(view.partitions)),
+        buffered_(std::move(view.buffered)),
+        next_buffered_(buffered_.begin()) {}
 
   size_t next(size_t max_rows, uint64_t* keys, uint8_t* rows) override {
     const size_t row_bytes = impl_->ctx.g.row_bytes;
     size_t n = 0;
     while (n < max_rows) {
+      if (next_buffered_ != buffered_.end()) {
+        const auto& [key, row] = *next_buffered_++;
+        if (!row) continue;
+        keys[n] = key;
+        std::memcpy(rows + n++ * row_bytes, row.get(), row_bytes);
+        continue;
+      }
       if (!cursor_) {
         if (at_ == views_.size()) break;
         cursor_ = std::make_unique<PartitionCursor>(impl_->ctx, std::move(views_[at_++]), impl_->ctx.sizes.merge_bytes);
@@ -123,6 +153,7 @@ class PartitionScan : public SsdStore::Scan {
         cursor_.reset();
         continue;
       }
+      if (buffered_.contains(cursor_->key())) continue;  // the buffer has a newer version
       keys[n] = cursor_->key();
       std::memcpy(rows + n++ * row_bytes, cursor_->row(), row_bytes);
     }
@@ -132,6 +163,8 @@ class PartitionScan : public SsdStore::Scan {
  private:
   std::shared_ptr<SsdStore::Impl> impl_;  // keeps the context alive after close()
   std::vector<PartitionView> views_;
+  const std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>> buffered_;
+  std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>>::const_iterator next_buffered_;
   size_t at_ = 0;
   std::unique_ptr<PartitionCursor> cursor_;
 };
@@ -148,7 +181,10 @@ uint64_t SsdStore::epoch() const { return impl_->epoch(); }
 std::string SsdStore::note() const { return impl_->note(); }
 std::vector<uint64_t> SsdStore::epochs() const { return impl_->epochs(); }
 void SsdStore::release(uint64_t epoch) { impl_->release(epoch); }
-std::unique_ptr<SsdStore::Scan> SsdStore::scan() { return std::make_unique<PartitionScan>(impl_, impl_->views()); }
+std::unique_ptr<SsdStore::Scan> SsdStore::scan(KeyRange range) {
+  if (range.all()) return std::make_unique<PartitionScan>(impl_, Impl::RangeView{impl_->views(), {}});
+  return std::make_unique<PartitionScan>(impl_, impl_->view(range));
+}
 uint64_t SsdStore::count() { return impl_->count(); }
 StoreStats SsdStore::stats() const { return impl_->stats(); }
 std::string SsdStore::damage() const { return impl_->damage(); }

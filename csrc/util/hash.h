@@ -25,6 +25,13 @@ inline constexpr uint64_t mix64(uint64_t x) {
 }
 
 inline constexpr uint64_t hash_key(uint64_t key) { return mix64(key ^ 0x9e3779b97f4a7c15ULL); }
+
+// A part of the keys: those whose hash_key() is from lo to hi, both inclusive.
+struct KeyRange {
+  uint64_t lo = 0, hi = ~uint64_t{0};
+  bool all() const { return lo == 0 && hi == ~uint64_t{0}; }
+  bool contains(uint64_t key) const { return lo <= hash_key(key) && hash_key(key) <= hi; }
+};
 inline constexpr uint64_t mem_hash(uint64_t h) { return mix64(h ^ 0xd6e8feb86659fd93ULL); }
 
 // XXH64 (public specification) for little-endian machines. The checksum of every page and record.

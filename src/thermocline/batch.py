@@ -110,15 +110,17 @@ class Batch:
                 raise ValueError(f"weights have shape {values.shape}: expected ({len(self.ids)},), one per id")
             if self.learned_weights is None:
                 self.weights = values
-        self._set_handle()
+        self.set_handle()
 
     def __setstate__(self, state: Any) -> None:
         """Restore a pickled or copied batch, with a number of its own."""
-        for name, value in state[1].items():
+        attributes, fields = state  # attributes of a subclass, or None
+        for name, value in {**(attributes or {}), **fields}.items():
             setattr(self, name, value)
-        self._set_handle()
+        self.set_handle()
 
-    def _set_handle(self) -> None:
+    def set_handle(self) -> None:
+        """Give the batch a number of its own."""
         torch = sys.modules.get("torch")
         if torch is None:
             self.handle = None
@@ -209,7 +211,7 @@ class Batch:
         return _positions(self.names, tuple(fields)) if named else fields  # type: ignore[return-value]
 
     def _is_whole(self, fields: Sequence[int]) -> bool:
-        return list(fields) == list(range(self.fields))
+        return tuple(fields) == _first(self.fields)
 
     def _locate(self, fields: Sequence[int]) -> tuple[Offsets, Offsets]:
         """Return the positions of the ids of these fields, and their offsets."""
@@ -226,6 +228,11 @@ class Batch:
 def batch_of_handle(number: int) -> Batch:
     """Return the batch of this process that has the handle."""
     return _by_handle[number]
+
+
+@functools.lru_cache(maxsize=256)
+def _first(fields: int) -> tuple[int, ...]:
+    return tuple(range(fields))
 
 
 @functools.lru_cache(maxsize=256)

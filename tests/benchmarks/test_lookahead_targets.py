@@ -87,8 +87,9 @@ def test_a_store_is_built_with_a_log_and_measured(load: Any, tmp_path: Path) -> 
     module = load("ssd_billion")
     engines = load("engines")
     keys, data = module.Keys(200_000), engines.Data(200_000, module.ROW_BYTES)
-    built = module.build(tmp_path / "rows", keys, data)
-    assert built["put"] >= module.LOG_FILL * module.LOG_RATIO * 200_000 * 0.5
+    built = module.build(tmp_path, keys, data)
+    assert built.complete
+    assert built.put >= module.LOG_FILL * module.LOG_RATIO * 200_000 * 0.5
     result = module.measure(tmp_path / "rows", keys, data, rounds=1, batch=5000)
     assert result["disk_bytes"] > 200_000 * 24
     assert not result["filter_given_up"]
@@ -100,6 +101,33 @@ def test_a_store_is_built_with_a_log_and_measured(load: Any, tmp_path: Path) -> 
     data.check(keys(np.arange(0, 200_000, 7)), rows)
     names = [claim.name for claim in module.claims_of(result)]
     assert names == ["time to open", "DRAM per key", "get, share of the floor"]
+
+
+def test_a_store_built_in_parts_has_all_rows(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load("ssd_billion")
+    monkeypatch.setattr(module, "PIECE", 5000)
+    monkeypatch.setattr(module, "ROUNDS", 1)
+    command = ["--keys", "40000", "--folder", str(tmp_path)]
+    module.main([*command, "--step", "build", "--minutes", "0"])
+    built = module.Built.of(tmp_path / "ssd-billion", 40_000)
+    assert built.loaded == 5000
+    with pytest.raises(SystemExit, match="no complete store of 40,000 keys"):
+        module.main([*command, "--step", "measure"])
+    with pytest.raises(SystemExit, match="a store of 40,000 keys, not of 50,000"):
+        module.main(["--keys", "50000", "--folder", str(tmp_path), "--step", "build"])
+    for _ in range(100):
+        module.main([*command, "--step", "build", "--minutes", "0"])
+        if module.Built.of(tmp_path / "ssd-billion", 40_000).complete:
+            break
+    with tc.SsdStore.open(tmp_path / "ssd-billion" / "rows") as store:
+        assert len(store) == 40_000
+        wanted = module.Keys(40_000)(np.arange(40_000))
+        found, rows = store.get(wanted)
+        assert found.all()
+        load("engines").Data(40_000, module.ROW_BYTES).check(wanted, rows)
+    module.main([*command, "--step", "measure", "--json", str(tmp_path / "out.json")])
+    assert not (tmp_path / "ssd-billion").exists()
+    assert (tmp_path / "out.json").exists()
 
 
 # ---- warm_rows.py

@@ -53,8 +53,6 @@ def test_settings_are_checked(setting: dict[str, Any], text: str) -> None:
 
 
 def test_tables_that_cannot_have_admission_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"admission is .*: it must be None for a table over ranks"):
-        open_table("sharded", admission=tc.Admission(count=2))
     with pytest.raises(ValueError, match=r"precision.scale_lr is 0.01: it must be 0 with admission"):
         open_table("dram", admission=tc.Admission(count=2), precision=tc.Precision("int8", range=1.0, scale_lr=0.01))
     with pytest.raises(ValueError, match=r"Adam\.lazy is 'catch_up': it must be touched with admission"):

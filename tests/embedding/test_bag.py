@@ -107,6 +107,19 @@ def test_empty_batch_and_empty_bags(table: tc.Table) -> None:
     table.dram.check()
 
 
+def test_vectors_can_be_changed_in_place() -> None:
+    (batch,) = make_batches(1)
+    keys, rows = all_keys([batch]), []
+    for relu in (torch.relu, torch.relu_):
+        table = tc.Table(4, tc.SGD(lr=1.0), mem="1MB")
+        pooled = relu(tc.EmbeddingBag(table, 3)(batch))
+        assert pooled.shape == (len(batch), 3, 4)
+        pooled.square().sum().backward()
+        table.step()
+        rows.append(bits(table.read(keys)))
+    assert rows[0] == rows[1] != bits(tc.Table(4, tc.SGD(lr=1.0), mem="1MB").read(keys))
+
+
 def test_bag_used_twice_in_one_forward(table: tc.Table) -> None:
     batches = make_batches(3, keys=30)
     reference = Reference(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from helpers.online import ALL, DIM, fit, make_table, state_of, stream, train, t
 from helpers.ranks import run_ranks
 
 import thermocline as tc
+from thermocline.embedding.key_hash import KeyPart, hash_keys
+from thermocline.embedding.reference_statistics import part_of
 from thermocline.embedding.row_statistics import RowStatistics
 
 RULES = {
@@ -21,6 +24,7 @@ RULES = {
     "score": tc.Expiry(every=2, min_score=0.3, decay=0.7, nonclick_coeff=0.2),
     "cap": tc.Expiry(every=3, max_rows=20, order="last_step"),
     "floor": tc.Expiry(every=3, unused_steps=0, min_rows=25, max_rows=60, order="frequency"),
+    "parts": tc.Expiry(every=5, spread=4, unused_steps=3, min_rows=30, max_rows=50, order="last_step"),
     "all": tc.Expiry(every=3, unused_steps=8, unused_seconds=600, min_norm=0.3, min_score=0.1, decay=0.9, max_rows=50),
 }
 STEPS = 24
@@ -33,7 +37,7 @@ def expected() -> dict[str, dict[str, Any]]:
 
 ON_CPU = [("mem", 4, 2, 0), ("ssd", 1, 1, 0), ("ssd", 4, 3, 0), ("ssd", 3, 1, 6)]
 CASES = [(rule, *tiers) for rule in RULES for tiers in ON_CPU]
-CASES += [("all", "hbm-ssd", 3, 1, 5), ("floor", "hbm", 3, 2, 0)]
+CASES += [("all", "hbm-ssd", 3, 1, 5), ("parts", "hbm", 3, 2, 0)]
 
 
 @pytest.mark.parametrize(("rule", "tiers", "depth", "pull_window", "lookahead"), CASES)
@@ -52,6 +56,78 @@ def test_no_result_depends_on_tiers_depth_or_lookahead(
     table.dram.check()
     if table.hbm is not None:
         table.hbm.check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_rules_pipelines_and_saves(seed: int, tmp_path: Path) -> None:
+    """Saves, reopened tables and aborted steps at random places, in the middle of expiries too."""
+    rng = np.random.default_rng(seed)
+    every = int(rng.integers(1, 9))
+    spread = int(rng.integers(1, every + 1)) if rng.random() < 0.8 else None
+    optional: dict[str, Any] = {
+        "unused_steps": int(rng.integers(0, 6)),
+        "unused_seconds": int(rng.integers(60, 500)),
+        "min_norm": 0.5,
+        "min_score": 0.3,
+        "max_rows": int(rng.integers(20, 60)),
+    }
+    chosen = {name: value for name, value in optional.items() if rng.random() < 0.5} or {"unused_steps": 2}
+    orders = ["score", "last_step", "last_time", "frequency", "norm"]
+    rule = tc.Expiry(
+        every=every, spread=spread, decay=float(rng.choice([1, 0.8])), min_rows=int(rng.integers(0, 20)),
+        order=str(rng.choice(orders)), **chosen,
+    )  # fmt: skip
+    lazy = {"optimizer": tc.Adam(lr=0.05, weight_decay=0.01, lazy="catch_up", catch_up_steps=5)} if seed % 2 else {}
+    data = stream(30, seed)
+    expected = fit(make_table("reference", "", expiry=rule, **lazy), data)
+    deleted = done = 0
+    while done < len(data):
+        table = make_table("ssd", tmp_path, expiry=rule, lookahead=int(rng.choice([0, 3, 6])), **lazy)
+        assert table.step_count == done
+        bag = tc.EmbeddingBag(table, 2, pooling=["sum", "mean"])
+        steps = min(len(data) - done, int(rng.integers(3, 16)))
+        lost = int(rng.integers(0, 4))
+        with tc.prefetch(
+            data[done:], table, depth=int(rng.integers(1, 5)), pull_window=int(rng.integers(1, 3))
+        ) as ahead:
+            train(table, bag, itertools.islice(ahead, steps))
+            table.commit()
+            done, deleted = done + steps, deleted + table.expired.rows
+            if done == len(data):
+                state = state_of(table)
+            train(table, bag, itertools.islice(ahead, lost))  # never committed
+        table.close()
+    assert {**state, "expired": deleted} == {**expected, "expired": expected["expired"][1]}
+    assert deleted > 20
+
+
+def test_parts_follow_the_steps() -> None:
+    """A row is deleted after the step of its part, and a key that is used before that is kept."""
+    rule = tc.Expiry(every=4, spread=4, unused_steps=3)
+    table = make_table("mem", "", expiry=rule, statistics=["last_step"])
+    bag = tc.EmbeddingBag(table, 1)
+
+    def step(keys: list[int]) -> list[int]:
+        deleted: list[int] = []
+        table.on_expired[:] = [lambda gone: deleted.extend(gone.tolist())]
+        bag(tc.Batch.from_lists([[key] for key in keys])).sum().backward()
+        table.step()
+        return sorted(deleted)
+
+    parts = {key: part_of(key, 4) for key in range(1, 60)}
+    assert [rule.part_after(n) for n in (3, 4, 7, 8)] == [None, KeyPart(0, 4), KeyPart(3, 4), KeyPart(0, 4)]
+    assert all(part.lo <= int(hash_keys(np.array([key], np.uint64))[0]) <= part.hi
+               for key, number in parts.items() for part in [KeyPart(number, 4)])  # fmt: skip
+    rescued = next(key for key, part in parts.items() if part == 3)
+    step(list(parts))
+    assert [step([0]) for _ in range(3)] == [[], [], []]  # step 4 begins: no row is unused for more than 3 steps yet
+    assert step([0]) == [key for key, part in parts.items() if part == 1]
+    assert step([0, rescued]) == [key for key, part in parts.items() if part == 2]
+    assert table.expired.runs == 0
+    assert step([0]) == [key for key, part in parts.items() if part == 3 and key != rescued]
+    assert (table.expired.runs, table.expired.last_rows) == (1, table.expired.rows)
+    assert table.expired.last_kept == 2 + sum(part == 0 for part in parts.values())
+    assert step([0]) == [key for key, part in parts.items() if part == 0]
 
 
 @pytest.mark.parametrize(("precision", "tiers"), [("bf16", "ssd"), ("int4", "hbm")])
@@ -160,6 +236,20 @@ def test_checkpoints_after_an_expiry(tiers: str, tmp_path: Path) -> None:
     assert {**state_of(table), "expired": None} == {**expected, "expired": None}
 
 
+def test_parts_of_an_expiry() -> None:
+    assert tc.Expiry(every=10, unused_steps=1).parts == 10
+    assert tc.Expiry(every=10**6, unused_steps=1).parts == 1000
+    assert tc.Expiry(every=10**6, max_rows=50_000).parts == 5
+    assert tc.Expiry(every=10**6, max_rows=10**9, min_rows=30_000).parts == 3
+    assert tc.Expiry(every=10**6, max_rows=50).parts == 1
+    assert tc.Expiry(every=10**6, spread=7, max_rows=50).parts == 7
+    for count in (1, 3, 7, 1000):
+        parts = [KeyPart(number, count) for number in range(count)]
+        assert [part.lo for part in parts] == [0, *(part.hi + 1 for part in parts[:-1])]
+        assert parts[-1].hi == 2**64 - 1
+        assert sum(part.share(1001) for part in parts) == 1001
+
+
 def test_two_ranks(tmp_path: Path) -> None:
     rule = tc.Expiry(every=3, unused_steps=4, unused_seconds=400, min_norm=0.2, min_score=0.1, decay=0.9)
     table = make_table("reference", "", accumulate=2, expiry=rule)
@@ -172,10 +262,21 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert {name: result[name] for name in ("rows", *ALL)} == {name: expected[name] for name in ("rows", *ALL)}
     assert sorted(results[0]["live"] + results[1]["live"]) == expected["live"]
     assert sum(result["expired"][1] for result in results) == expected["expired"][1] > 20
-    capped = run_ranks(
-        ((0, 1),), train_rank, (9, 9), str(tmp_path / "cap"), {"expiry": tc.Expiry(every=9, max_rows=21)}
-    )
-    assert [len(result["live"]) for result in capped] == [11, 11]  # each rank keeps its share
+
+
+@pytest.mark.parametrize("order", ["score", "last_step", "norm"])
+def test_two_ranks_keep_the_rows_of_one_process_up_to_a_cap(order: Any, tmp_path: Path) -> None:
+    """Many rows have the same last step: those with the smallest keys go first, whichever rank has them."""
+    rule = tc.Expiry(every=3, unused_steps=2, min_rows=37, max_rows=41, order=order)
+    table = make_table("reference", "", accumulate=2, expiry=rule)
+    bag = tc.EmbeddingBag(table, 2, pooling=["sum", "mean"])
+    pairs = [batch for pair in zip(stream(9, 0), stream(9, 1), strict=True) for batch in pair]
+    train(table, bag, pairs, scale=0.5, accumulate=2)
+    expected = state_of(table)
+    assert len(expected["live"]) in (37, 41)
+    results = run_ranks(((0, 1),), train_rank, (9, 9), str(tmp_path), {"expiry": rule})
+    assert sorted(results[0]["live"] + results[1]["live"]) == expected["live"]
+    assert results[0]["rows"] == expected["rows"]
 
 
 @pytest.mark.parametrize(("tiers", "depth", "lookahead"), [("mem", 4, 0), ("ssd", 3, 5)])
@@ -216,6 +317,7 @@ def test_gradients_must_be_applied_first() -> None:
     [
         ({"every": 0, "max_rows": 1}, "Expiry.every is 0: it must be a number of steps from 1"),
         ({"every": 1}, "Expiry has no rule: give at least one"),
+        ({"every": 4, "spread": 5, "max_rows": 1}, "Expiry.spread is 5: it must be at most every, 4 steps"),
         ({"every": 1, "min_score": 1, "decay": 0}, "Expiry.decay is 0: it must be a number above 0 and up to 1"),
         ({"every": 1, "max_rows": 3, "min_rows": 4}, "Expiry.min_rows is 4: it must be at most max_rows, 3"),
         ({"every": 1, "max_rows": 3, "order": "age"}, "Expiry.order is 'age': it must be one of score, last_step"),

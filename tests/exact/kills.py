@@ -17,6 +17,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,13 @@ def attempt(folder: Path, optimizer: str, options: RunOptions, every: int) -> No
     os.rename(folder / "result.tmp", folder / "result")
 
 
-def fork(*arguments: Any) -> int:
+def fork(run: Callable[..., None], *arguments: Any) -> int:
+    """Call `run` in a new process; return its id."""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            attempt(*arguments)
+            run(*arguments)
             code = 0
         except BaseException:
             import traceback
@@ -120,7 +122,7 @@ def main() -> None:
         every = rng.randint(2, 30)
         while not (run_dir / "result").exists():
             PROGRESS[:] = bytes(8)
-            pid = fork(run_dir, optimizer, options, every)
+            pid = fork(attempt, run_dir, optimizer, options, every)
             if killed == int(kills):
                 kill_at(pid, sys.maxsize, 0.0)
             elif rng.random() < 0.3:

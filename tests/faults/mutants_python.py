@@ -100,6 +100,20 @@ MUTANTS = [
         EXPIRY,
     ),
     PythonMutant(
+        "a part of an expiry tests rows as they were last written",
+        "tiers/host_rows.py",
+        "        self.dram.flush(store, part)\n",
+        "        self.dram.flush(store, KeyPart(0, 10**9))\n",
+        EXPIRY,
+    ),
+    PythonMutant(
+        "rows decay with each part of an expiry",
+        "embedding/expiry.py",
+        "        if expiry.decay != 1 and part.number == 0:\n",
+        "        if expiry.decay != 1:\n",
+        EXPIRY,
+    ),
+    PythonMutant(
         "expired rows stay in HBM",
         "tiers/hbm_backend.py",
         "            self.hbm.erase(keys)\n",

@@ -18,6 +18,7 @@ import torch
 from exact.run import BAGS, DIMS, WIDTH, recipe
 
 import thermocline as tc
+from helpers.admission import AdmissionReference, AdmissionReferenceBag
 from helpers.ranks import Nodes
 from helpers.ssd import SMALL
 from helpers.train import (
@@ -78,19 +79,22 @@ class Job:
     batches: tuple[int, ...] = ()
     """Number of batches of each rank; empty: BATCHES on each."""
     accumulate: int = 1
+    admission: tc.Admission | None = None
+    keys: int = 1 << 40
+    """Range of the ids that are not shared by most ranks."""
 
     @property
     def world(self) -> int:
         return sum(map(len, self.nodes))
 
     def data(self, rank: int) -> list[tc.Batch]:
-        return _data(rank, self.batches[rank] if self.batches else BATCHES)
+        return _data(rank, self.batches[rank] if self.batches else BATCHES, self.keys)
 
 
 @functools.cache
-def _data(rank: int, count: int) -> list[tc.Batch]:
+def _data(rank: int, count: int, keys: int) -> list[tc.Batch]:
     """Return batches with 40 % of the ids from eight keys, shared by ranks in most steps; other ids rarely repeat."""
-    batches = make_batches(count, examples=2, fields=8, keys=1 << 40, max_ids=2, weighted=True, seed=70 + rank)
+    batches = make_batches(count, examples=2, fields=8, keys=keys, max_ids=2, weighted=True, seed=70 + rank)
     rng = np.random.default_rng(rank)
     for batch in batches:
         hot = rng.random(len(batch.ids)) < 0.4
@@ -135,12 +139,17 @@ class ReferenceRanks:
     def __init__(self, job: Job, device: str = "cpu") -> None:
         """`device` is the dense network's, whose bits depend on it."""
         self.job = job
-        self.tables = {}
+        self.tables: dict[str, Reference] = {}
         for name, dim in DIMS.items():
             optimizer, precision, _ = recipe(job.optimizer)
             table = tc.Table(dim, optimizer, name=name, mem="1MB", precision=precision)
-            self.tables[name] = Reference(table, seed=5)
-        self.model = Net([ReferenceBag(self.tables[name], fields, pooling) for name, fields, pooling in BAGS], WIDTH)
+            if job.admission is None:
+                self.tables[name] = Reference(table, seed=5)
+            else:
+                self.tables[name] = AdmissionReference(table, job.admission, seed=5)
+        kind = ReferenceBag if job.admission is None else AdmissionReferenceBag
+        self.bags: list[Any] = [kind(self.tables[name], fields, pooling) for name, fields, pooling in BAGS]  # type: ignore[arg-type]
+        self.model = Net(self.bags, WIDTH)
         self.model.to(device)
         self.dense = torch.optim.Adam(self.model.dense.parameters(), lr=0.01)
         self.steps = 0
@@ -153,6 +162,8 @@ class ReferenceRanks:
 
     def step(self, batches: Sequence[Sequence[tc.Batch]]) -> None:
         self.steps += 1
+        for rank_batches in batches if self.job.admission is not None else ():
+            self.admit(rank_batches)
         parameters = list(self.model.dense.parameters())
         dense: list[Any] = []
         sparse: list[dict[str, dict[int, Any]]] = []
@@ -173,9 +184,18 @@ class ReferenceRanks:
             parameter.grad *= 1 / self.job.accumulate
         self.dense.step()
 
-    def result(self) -> dict[str, bytes]:
+    def admit(self, rank_batches: Sequence[tc.Batch]) -> None:
+        """Count the ids of one rank: before any rank trains, because all ranks' batches are one batch."""
+        assert len(rank_batches) <= 1, "admission is decided per batch: accumulate must be 1"
+        for batch in rank_batches:
+            for table in self.tables.values():
+                assert isinstance(table, AdmissionReference)
+                table.plan(batch, [bag for bag in self.bags if bag.table is table])
+
+    def result(self) -> dict[str, Any]:
         rows = {name: bits(table.table.read(probe_keys(self.job))) for name, table in self.tables.items()}
-        return {**rows, "dense": weights_of(self.model)}
+        stored = {name: len(table.table.rows) for name, table in self.tables.items()}
+        return {**rows, "dense": weights_of(self.model), "stored": stored}
 
 
 def _key_sums(table: Reference) -> dict[int, Any]:
@@ -193,7 +213,7 @@ def _key_sums(table: Reference) -> dict[int, Any]:
 
 
 @functools.cache
-def reference(job: Job, device: str = "cpu") -> dict[str, bytes]:
+def reference(job: Job, device: str = "cpu") -> dict[str, Any]:
     torch.set_num_threads(1)
     ranks = ReferenceRanks(job, device)
     ranks.train()
@@ -226,7 +246,8 @@ def make_table(name: str, job: Job, options: RunOptions, groups: Groups | None, 
         arguments["hbm"] = bytes_for(int(options.hbm * len(keys_of(job, name)) / job.world), words)
         arguments["device"] = "interpreter" if INTERPRETED else "cuda"
     arguments["precision"] = precision
-    arguments |= {"name": name, "seed": 5, "threads": options.threads, "accumulate": job.accumulate, **more}
+    arguments |= {"admission": job.admission, "accumulate": job.accumulate}
+    arguments |= {"name": name, "seed": 5, "threads": options.threads, **more}
     if groups is None:
         return tc.Table(DIMS[name], optimizer, **arguments)
     return ShardedTable(DIMS[name], optimizer, groups=groups, hops=options.hops, **arguments)
@@ -267,6 +288,7 @@ def train_rank(groups: Groups, job: Job, options: RunOptions, folder: str) -> di
         dense.step()
         dense.zero_grad()
     rows = {name: bits(table.read(probe_keys(job))) for name, table in tables.items()}
+    stored = {name: sum(len(keys) for keys, _ in table.rows()) for name, table in tables.items()}
     stats = {name: table.dram.stats() for name, table in tables.items()}
     hbm = {name: table.hbm.stats() for name, table in tables.items() if table.hbm is not None}
     for table in tables.values():
@@ -283,12 +305,15 @@ def train_rank(groups: Groups, job: Job, options: RunOptions, folder: str) -> di
     hints = {name: table.backend.hints.stats for name, table in tables.items() if table.backend.hints is not None}
     return {
         **rows, "dense": weights_of(model), "count": count, "empty": empty, "stats": stats, "traffic": traffic,
-        "hbm": hbm, "hints": hints, "early": exchanged,
+        "hbm": hbm, "hints": hints, "early": exchanged, "stored": stored,
     }  # fmt: skip
 
 
 def assert_matches_reference(job: Job, results: Sequence[dict[str, Any]], device: str = "cpu") -> None:
     expected = reference(job, device)
+    for name, number in expected["stored"].items():
+        stored = sum(result["stored"][name] for result in results)
+        assert stored == number, f"{name} has {stored} rows, the reference {number}"
     for rank, result in enumerate(results):
         for name in (*DIMS, "dense"):
             ours, theirs = (np.frombuffer(x[name], np.uint32) for x in (result, expected))

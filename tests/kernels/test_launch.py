@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from thermocline.kernels.launch import Kernel, compiling_only
+from thermocline.kernels import launch
+from thermocline.kernels.launch import OPEN, Kernel, RepeatedLaunch, compiling_only
 
 
 class FakeTriton:
@@ -47,6 +48,8 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> FakeTriton:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 99, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     return FakeTriton()
 
 
@@ -112,3 +115,60 @@ def test_error_of_a_compilation_is_raised_by_its_launch(triton: FakeTriton) -> N
         kernel[(1,)](memory, 13, 7, TILE=8)
     with pytest.raises(RuntimeError, match="cannot be compiled"):
         kernel[(1,)](memory, 13, 7, TILE=8)
+
+
+def repeated(triton: FakeTriton, memory: torch.Tensor) -> RepeatedLaunch:
+    return RepeatedLaunch(Kernel(triton), (memory, 5, OPEN), {"TILE": 8, "num_warps": 1})
+
+
+def test_a_repeated_launch_has_its_own_open_arguments(triton: FakeTriton) -> None:
+    memory = torch.zeros(64)
+    launched = repeated(triton, memory)
+    launched(3, 1, 7)
+    launched(4, 2, 9)
+    launched(1, 1, 2**31 - 1)
+    assert len(triton.slow) == 1
+    ends = [(x, y, 1, 99, "function 1", "metadata", None, None, None) for x, y in ((4, 2), (1, 1))]
+    assert triton.fast == [(*ends[0], memory.data_ptr(), 5, 9, 8), (*ends[1], memory.data_ptr(), 5, 2**31 - 1, 8)]
+
+
+def test_a_repeated_launch_asks_again_for_another_kind_of_argument(triton: FakeTriton) -> None:
+    memory = torch.zeros(64)
+    launched = RepeatedLaunch(Kernel(triton), (OPEN, 5, OPEN), {"TILE": 8, "num_warps": 1})
+    launched(1, 1, memory, 7)
+    launched(1, 1, memory[1:], 7)  # another alignment
+    launched(1, 1, memory, 2**31)  # 64 bits
+    launched(1, 1, memory, (1.0, 2.0))
+    assert len(triton.slow) == 4
+    launched(1, 1, memory[4:], 8)
+    assert triton.fast[-1][4] == "function 1"
+    assert triton.fast[-1][9:] == (memory.data_ptr() + 16, 5, 8, 8)
+
+
+def test_a_repeated_launch_is_on_the_current_device(triton: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = repeated(triton, torch.zeros(64))
+    launched(1, 1, 7)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    launched(1, 1, 7)
+    assert len(triton.slow) == 2
+    assert not triton.fast
+
+
+def test_a_specialized_integer_is_never_repeated(triton: FakeTriton) -> None:
+    launched = RepeatedLaunch(Kernel(triton), (torch.zeros(64), OPEN, 7), {"TILE": 8})
+    for size in (5, 1, 16):  # three kernels
+        launched(1, 1, size)
+    assert len(triton.slow) == 3
+
+
+def test_a_repeated_launch_compiles_only_in_that_mode(triton: FakeTriton) -> None:
+    launched = repeated(triton, torch.zeros(64))
+    with compiling_only(1):
+        launched(1, 1, 7)
+    assert not triton.slow
+    assert not triton.fast
+    launched(1, 1, 7)
+    launched(1, 1, 7)
+    assert not triton.slow
+    assert [values[4] for values in triton.fast] == ["ahead", "ahead"]

@@ -12,6 +12,7 @@ from thermocline.kernels import INTERPRETED
 from thermocline.kernels.segments import find_segments
 from thermocline.kernels.statistics import (
     StatisticsStep,
+    StoredStatistics,
     count_occurrences,
     update_statistics,
     update_statistics_reference,
@@ -24,8 +25,10 @@ SUBSETS = [names for count in (1, 2, 5) for names in itertools.combinations(NAME
 RUNS = [(3, 0.5), (4, 1.0), (9, float(np.float32(0.9)))]
 
 
-@pytest.mark.parametrize("names", SUBSETS, ids="-".join)
-def test_bits(names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("names", "stored"), [*((names, False) for names in SUBSETS), (NAMES, True), (("last_step", "show"), True)]
+)
+def test_bits(names: tuple[str, ...], stored: bool) -> None:
     generator = torch.Generator().manual_seed(len(names))
     words = sum(WORDS[name] for name in names) + ("show" in names or "click" in names)
     arena = torch.rand(300, 3 + words, generator=generator)
@@ -45,7 +48,10 @@ def test_bits(names: tuple[str, ...]) -> None:
     update_statistics_reference(expected, slots[:140], occurrences[:140], step)
     ours = arena.clone().to(DEVICE)
     limit = torch.tensor([140], dtype=torch.int32, device=DEVICE)
-    update_statistics(ours, slots.to(DEVICE), occurrences.to(DEVICE), limit, step)
+    given: StatisticsStep | StoredStatistics = step
+    if stored:
+        given = StoredStatistics(names, words, torch.from_numpy(step.content()).to(DEVICE))
+    update_statistics(ours, slots.to(DEVICE), occurrences.to(DEVICE), limit, given)
     assert torch.equal(ours.cpu().view(torch.int32), expected.view(torch.int32))
     assert not torch.equal(expected.view(torch.int32), bits)
 

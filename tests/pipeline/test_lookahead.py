@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import threading
@@ -21,7 +22,8 @@ import thermocline as tc
 from thermocline.embedding import table_spec
 from thermocline.embedding.table_spec import LookAheadLimits
 from thermocline.pipeline.horizon_length import HorizonLength
-from thermocline.tiers.dram import DramStats, DramTier
+from thermocline.tiers import dram_horizon
+from thermocline.tiers.dram import DramTier
 from thermocline.tiers.dram_horizon import DramHorizon
 
 ADAGRAD = tc.Adagrad(lr=0.05)
@@ -93,9 +95,12 @@ def test_rows_of_many_batches_take_fewer_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [150, 1500])  # 150: batches wait for the rows of others
-@pytest.mark.parametrize("lookahead", [1, 8, 64, "auto"])
-def test_same_bits_for_any_length(lookahead: int | str, rows: int, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("lookahead", "parts"), [(1, 1), (8, 2), (64, 1), (64, 2), ("auto", 1), ("auto", 2)])
+def test_same_bits_for_any_length(
+    lookahead: int | str, parts: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(table_spec, "_LEAST_MEM", 0)  # "auto" also in little memory
+    monkeypatch.setattr(dram_horizon, "_LEAST_PARTS", parts)
     data = batches(100)
     expected = make_table(None, rows=0)
     train(expected, data)
@@ -121,6 +126,7 @@ def test_rows_of_large_batches_are_not_late(depth: int, tmp_path: Path) -> None:
 def test_dropped_delayed_reordered_and_partial_hints_do_not_change_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(dram_horizon, "_LEAST_PARTS", 2)
     data, load, calls = batches(120), DramHorizon.load, itertools.count()
     expected = make_table(None, rows=0)
     train(expected, data)
@@ -301,17 +307,36 @@ def test_evaluation_loads_ahead_and_changes_no_row(tmp_path: Path) -> None:
     assert {int(key) for keys, _ in table.rows() for key in keys} == trained
 
 
+@pytest.mark.parametrize("loads", [True, False])
+def test_late_rows_of_evaluation_are_counted(loads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = batches(30)
+    table = make_table(tmp_path / "a", rows=600)
+    bag = tc.EmbeddingBag(table, 1)
+    train(table, data)
+    table.commit(b"")
+    table.reopen()  # nothing is in DRAM
+    if not loads:
+        monkeypatch.setattr(DramHorizon, "load", lambda self, share: False)
+    with torch.no_grad(), tc.prefetch(data[:20], table, depth=1, training=False) as prepared:
+        for batch in prepared:
+            bag.eval()(batch)
+    assert prepared.lookahead is not None
+    last = len(np.unique(data[19].ids))  # counted when a batch is passed on, before it is read
+    expected = sum(len(np.unique(batch.ids)) for batch in data[:20]) - last
+    assert prepared.lookahead.late_rows == (0 if loads else expected)
+
+
 def test_dropping_waits_for_the_part_that_is_being_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a batch that needs the whole tier fails, because that part is still pinned."""
-    stats, entered, resume = DramTier.stats, threading.Event(), threading.Event()
+    monkeypatch.setattr(dram_horizon, "_LEAST_PARTS", 2)
+    load, entered, resume = DramHorizon._load_part, threading.Event(), threading.Event()
 
-    def slow(self: DramTier) -> DramStats:  # called by the load
-        if threading.current_thread().name == "thermocline-look-ahead":
-            entered.set()
-            resume.wait(20)
-        return stats(self)
+    def slow(self: DramHorizon, *part: Any) -> None:
+        entered.set()
+        resume.wait(20)
+        load(self, *part)
 
-    monkeypatch.setattr(DramTier, "stats", slow)
+    monkeypatch.setattr(DramHorizon, "_load_part", slow)
     table = make_table(tmp_path / "a", rows=1500)
     bag = tc.EmbeddingBag(table, 1)  # registered while it exists
     with tc.prefetch(batches(4), table, depth=2) as prepared:
@@ -328,47 +353,95 @@ def test_dropping_waits_for_the_part_that_is_being_loaded(tmp_path: Path, monkey
     table.dram.check()
 
 
-class OneLoader:
-    """Stands for the horizon in C++: one thread at a time may choose a part and load it."""
-
-    def __init__(self, core: Any) -> None:
-        self._core = core
-        self.loaders: set[int] = set()
-        self.most = 0
-
-    def next_part(self, *args: Any) -> Any:
-        self.loaders.add(threading.get_ident())
-        self.most = max(self.most, len(self.loaders))
-        time.sleep(0.002)
-        return self._core.next_part(*args)
-
-    def load_part(self, *args: Any) -> None:
-        self._core.load_part(*args)
-        self.loaders.discard(threading.get_ident())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._core, name)
-
-
-def test_two_threads_load_one_after_the_other(tmp_path: Path) -> None:
+def test_two_threads_load_parts_of_one_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over ranks the look-ahead and the thread of hints load: mixed parts lost pins, or unpinned rows twice."""
+    monkeypatch.setattr(dram_horizon, "_LEAST_PARTS", 2)
     table = make_table(tmp_path / "a", rows=1500)
     horizon = table.backend.horizon(training=True)
     assert isinstance(horizon, DramHorizon)
     horizon._part = 8
-    core: Any = OneLoader(horizon._core)
-    horizon._core = core
-    ahead = [horizon.add_keys(batch.ids) for batch in batches(10)]
-    threads = [threading.Thread(target=lambda: [horizon.load(1.0) for _ in range(20)]) for _ in range(2)]
+    data = batches(10)
+    ahead = [horizon.add_keys(batch.ids) for batch in data]
+    threads = [threading.Thread(target=lambda: [horizon.load(1.0) for _ in range(60)]) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert core.most == 1
+    while any(batch.to_visit for batch in ahead):
+        assert horizon.load()
+    assert table.dram.pinned == len(np.unique(np.concatenate([batch.ids for batch in data])))
     for batch in ahead:
         batch.release()
     horizon.drop()
-    assert table.dram.stats().pinned == 0
+    assert table.dram.pinned == 0
+    table.dram.check()
+
+
+def test_a_part_is_chosen_and_pulled_while_the_one_before_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One part at a time left the disk idle while the next one was gathered, looked up above and pinned."""
+    monkeypatch.setattr(dram_horizon, "_LEAST_PARTS", 2)
+    load, together, at_once = DramHorizon._load_part, threading.Barrier(2, timeout=20), 0
+
+    def paired(self: DramHorizon, *part: Any) -> None:
+        nonlocal at_once
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait()
+            at_once += 1
+        load(self, *part)
+
+    table = make_table(tmp_path / "a", rows=1500)
+    horizon = table.backend.horizon(training=True)
+    assert isinstance(horizon, DramHorizon)
+    horizon._part = 50
+    monkeypatch.setattr(DramHorizon, "_load_part", paired)
+    data = batches(2, ids=60)
+    ahead = [horizon.add_keys(batch.ids) for batch in data]
+    while any(batch.to_visit for batch in ahead):
+        assert horizon.load()
+        if horizon._core.gathered >= horizon._core.partitions:
+            together.abort()  # the last part may have no partner
+    assert at_once >= 2
+    horizon.drop()
+    table.dram.check()
+
+
+def test_parts_that_wait_for_a_thread_are_not_loaded_after_a_drop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dram_horizon, "_LEAST_PARTS", 2)
+    load, started, resume = DramHorizon._load_part, threading.Semaphore(0), threading.Event()
+
+    def slow(self: DramHorizon, *part: Any) -> None:
+        started.release()
+        resume.wait(20)
+        load(self, *part)
+
+    monkeypatch.setattr(DramHorizon, "_load_part", slow)
+    table = make_table(tmp_path / "a", rows=1500)
+    horizon = table.backend.horizon(training=True)
+    assert isinstance(horizon, DramHorizon)
+    horizon._part = 50
+    ahead = [horizon.add_keys(batch.ids) for batch in batches(10)]
+    loading = threading.Thread(target=lambda: [horizon.load() for _ in range(3)])
+    loading.start()
+    assert started.acquire(timeout=20)
+    assert started.acquire(timeout=20)
+    while horizon._core.gathered == 0 or len(horizon._loads) < 3:
+        time.sleep(0.001)  # the third part is chosen while two are being loaded
+    dropping = threading.Thread(target=horizon.drop)
+    dropping.start()
+    while not horizon._dropped:
+        time.sleep(0.001)
+    resume.set()
+    for thread in (dropping, loading):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert table.dram.pinned == 0
+    assert table.dram.loaded_ahead == 0
+    for batch in ahead:
+        batch.release()
     table.dram.check()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from helpers.threads import our_threads, start_counting
 from helpers.train import Net, Reference, ReferenceBag, all_keys, budget_for, make_batches, one_torch_thread, train_on
 
 import thermocline as tc
+from thermocline.batch import batch_of_handle
 from thermocline.tiers.dram import DramTier
 
 pytestmark = pytest.mark.timeout(120)
@@ -90,6 +92,36 @@ def test_batches_keep_label_and_position() -> None:
         assert batch.label is batches[n].label
         assert batch.position == {"batch": n + 1}
         assert batches[n].prepared == {}
+
+
+def test_batches_are_copied_whole() -> None:
+    """Also attributes of a subclass; what was prepared for the loader's own batch stays with that."""
+
+    class Named(tc.Batch):
+        source = "none"
+
+    table = tc.Table(4, tc.SGD(lr=0.1), mem="1MB")
+    bag = tc.EmbeddingBag(table, 2)
+    arguments: dict[str, Any] = {
+        "weights": [1.0, 2.0], "dense": np.ones((1, 3)), "label": [1.0], "position": {"a": 1}, "names": ("x", "y"),
+        "time": [7],
+    }  # fmt: skip
+    plain, named = (kind([1, 2], [0, 1, 2], 2, **arguments) for kind in (tc.Batch, Named))
+    named.source = "file"
+    plain.prepared["own"] = 1
+    for batch, copied in zip((plain, named), tc.prefetch([plain, named], table), strict=True):
+        assert type(copied) is type(batch)
+        assert copied is not batch
+        assert table in copied.prepared
+        assert "own" not in copied.prepared
+        for field in dataclasses.fields(batch):
+            if field.init and field.name != "prepared":
+                assert getattr(copied, field.name) is getattr(batch, field.name)
+        assert getattr(copied, "source", "file") == "file"
+        assert copied.handle is not None
+        assert batch_of_handle(int(copied.handle.number)) is copied
+    assert plain.prepared == {"own": 1}
+    assert bag.table is table
 
 
 def test_wrong_arguments() -> None:

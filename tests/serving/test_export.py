@@ -14,7 +14,7 @@ import torch
 import thermocline as tc
 from thermocline import serving
 from thermocline.embedding.key_hash import hash_keys
-from thermocline.serving import ServedRows
+from thermocline.serving import ServedRows, publication as publication_module
 from thermocline.serving.changes import merge_by_hash
 from thermocline.serving.snapshot import StoredRows
 from thermocline.training.publish import publish_table
@@ -117,6 +117,29 @@ def test_a_delta_reads_only_the_rows_that_changed(tmp_path: Path) -> None:
         read: list[int] = []
         version = publish_table(table, path, step=11, delta=True, advance=read.append)
         assert 0 < sum(read) == version.tables[0].rows <= 400
+        expect_rows(path, table)
+
+
+def test_a_delta_reads_the_version_before_it_once_whatever_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, calls = tmp_path / "published", list[str]()
+    with contextlib.closing(tc.Table(4, tc.SGD(lr=0.1), mem="8MB", ssd=tmp_path / "ssd")) as table:
+        train(table, 0)
+        publish_table(table, path, step=1)
+        for name in ("read_current", "read_version", "versions"):
+            original = getattr(publication_module, name)
+
+            def count(*arguments: Any, name: str = name, original: Any = original) -> Any:
+                calls.append(name)
+                return original(*arguments)
+
+            monkeypatch.setattr(publication_module, name, count)
+        for step in range(2, 5):
+            train(table, step, steps=1)
+            calls.clear()
+            publish_table(table, path, step=step, delta=True)
+            assert sorted(calls) == ["read_current", "read_version", "versions"]
         expect_rows(path, table)
 
 

@@ -313,3 +313,28 @@ def test_failed_replacement_of_rows_is_undone(monkeypatch: pytest.MonkeyPatch) -
     bag(batch).sum().backward()
     table.step()
     hbm_of(table).check()
+
+
+def test_reopening_under_a_pipeline_is_refused_and_changes_no_row(tmp_path: Any) -> None:
+    """Windows in flight have slots of the rows before: their loads would write into slots of other keys."""
+    batches = make_batches(4, keys=60)
+    table = hbm_table(200, ssd=tmp_path / "rows")
+    bag = tc.EmbeddingBag(table, 3)
+    table.commit()
+    with tc.prefetch(batches, table, depth=2) as prepared:
+        first = next(prepared)
+        with pytest.raises(tc.ThermoclineError, match=r"reopen\(\) while \d windows have rows in HBM"):
+            table.reopen()
+        for batch in [first, *prepared]:
+            bag(batch).sum().backward()
+            table.step()
+    trained = table.read(all_keys(batches))
+    twin = tc.Table(4, tc.Adagrad(lr=0.05), mem="4MB", name=table.name)
+    twin_bag = tc.EmbeddingBag(twin, 3)
+    for batch in tc.prefetch(batches, twin, depth=1):
+        twin_bag(batch).sum().backward()
+        twin.step()
+    assert (trained == twin.read(all_keys(batches))).all()
+    table.reopen()
+    assert (table.read(all_keys(batches)) != trained).any()
+    hbm_of(table).check()

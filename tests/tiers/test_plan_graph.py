@@ -15,6 +15,7 @@ import thermocline as tc
 from thermocline.kernels import INTERPRETED
 from thermocline.tiers.hbm import bytes_for
 from thermocline.tiers.hbm_backend import HbmBackend
+from thermocline.tiers.plan_graph import WindowShapes
 from thermocline.tiers.plan_layout import BagLayout, Capacities
 
 DEVICE: Any = "interpreter" if INTERPRETED else "cuda"
@@ -41,6 +42,8 @@ def train(
     rows: int = 40,
     inline: bool = False,
     depth: int = 2,
+    accumulate: int = 1,
+    delay: int = 0,
     **options: Any,
 ) -> tuple[tc.Table, HbmBackend]:
     table = tc.Table(4, tc.Adam(lr=0.01), hbm=bytes_for(rows, 12), mem="4MB", device=DEVICE, **options)
@@ -49,11 +52,16 @@ def train(
     backend.plan_graphs.enabled = recorded
     backend.plans_on_device = inline
     modules = [tc.EmbeddingBag(table, fields, pooling=pooling) for fields, pooling in bags]
-    for batch in tc.prefetch(batches, table, depth=depth, pull_window=2):
+    table.accumulate = accumulate
+    for number, batch in enumerate(tc.prefetch(batches, table, depth=depth, pull_window=2)):
         loss = sum((module(batch) ** 2).sum() * (n + 1) for n, module in enumerate(modules))
         assert isinstance(loss, torch.Tensor)
+        if delay:
+            torch.cuda._sleep(delay)
         loss.backward()
-        table.step()
+        if (number + 1) % accumulate == 0:
+            table.step()
+    table.step()
     return table, backend
 
 
@@ -79,6 +87,56 @@ def test_equal_to_planning_without_recordings(sizes: list[int], bags: Any, weigh
     stats, expected = table.hbm.stats(), plain.hbm.stats()
     assert (stats.ids, stats.rows, stats.resident) == (expected.ids, expected.rows, expected.resident)
     assert stats.evictions > 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("sizes", [[1] * 8, [0, 1, 2, 3, 1, 5]])
+def test_memory_of_released_windows_is_used_again(sizes: list[int], accumulate: int) -> None:
+    """With gradients of several batches per step, windows own it for longer."""
+    batches = equal_batches(24, sizes, weighted=True)
+    keys = all_keys(batches)
+    plain, _ = train(batches, [(2, "sum")], recorded=False, rows=120, accumulate=accumulate)
+    table, backend = train(batches, [(2, "sum")], recorded=True, rows=120, inline=True, accumulate=accumulate)
+    assert bits(table.read(keys)) == bits(plain.read(keys))
+    (graph,) = backend.plan_graphs._graphs.values()
+    used = {lists.memory.data_ptr() for lists in graph._free}
+    assert 2 <= len(used) <= 3 + accumulate  # of 12 windows
+    assert len(used) == len(graph._free)
+    assert all(len(lists.batches) == 2 for lists in graph._free)
+
+
+def test_memory_of_windows_in_flight_is_not_used_again() -> None:
+    batches = equal_batches(6, [1] * 8)
+    table, backend = train(batches, [(2, "sum")], recorded=True, rows=60)
+    bag = tc.EmbeddingBag(table, 2)
+    for batch in batches[:2]:  # the recording of windows of one batch
+        table.prepare(batch)
+    plans: list[Any] = [table.prepare(batch) for batch in batches]
+    assert len({plan.lists.memory.data_ptr() for plan in plans}) == 6
+    slots = [plan.lists.bags(plan.specs)[plan.specs[0]].slots.clone() for plan in plans]
+    released = plans.pop()
+    released.pins.release()
+    other: Any = table.prepare(batches[0])
+    assert other.lists is released.lists
+    for plan, expected in zip(plans, slots, strict=False):
+        assert torch.equal(plan.bags[plan.specs[0]].slots, expected)
+    assert torch.equal(other.bags[other.specs[0]].slots, slots[0])
+    with pytest.raises(tc.ThermoclineError, match="6 windows pinned"):
+        backend.require_idle()
+    del plan, plans, released, other
+    backend.require_idle()
+    assert bag.table is table
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no CUDA device")
+@pytest.mark.parametrize("inline", [False, True])
+def test_memory_is_not_overwritten_while_the_gpu_reads_it(inline: bool) -> None:
+    """The GPU is several steps behind the host."""
+    batches = equal_batches(60, [1] * 400, keys=2000)
+    keys = all_keys(batches)
+    plain, _ = train(batches, [(2, "sum")], recorded=False, rows=4000)
+    table, _ = train(batches, [(2, "sum")], recorded=True, rows=4000, inline=inline, delay=3_000_000)
+    assert bits(table.read(keys)) == bits(plain.read(keys))
 
 
 @pytest.mark.parametrize("rows", [40, 120])
@@ -170,7 +228,7 @@ def test_device_memory_is_allocated_while_planning() -> None:
     graph = second.graph
     assert first.graph is None
     assert graph is not None
-    owned = [graph._header, graph._record]  # page-locked
+    owned = [graph._header, graph._record]  # page-locked, never freed
     tensors = [value for value in vars(graph).values() if isinstance(value, torch.Tensor)]
     assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in owned]
     for window in (first, second):
@@ -220,6 +278,21 @@ def test_layouts_of_several_threads_have_their_own_sizes() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert sum(pool.map(wrong, [10, 20, 30, 40])) == 0
+
+
+def test_windows_of_equal_sizes_have_one_shape_until_a_capacity_grows() -> None:
+    table = tc.Table(4, tc.SGD(lr=0.01), hbm=bytes_for(40, 4), mem="4MB", device=DEVICE)
+    bag = tc.EmbeddingBag(table, 2)
+    small, other, large = [table.inputs(equal_batches(1, [n, 0, 2, 3])[0]) for n in (1, 1, 300)]
+    shapes = WindowShapes()
+    first = shapes.of([small])
+    assert shapes.of([small, small]) is not first
+    assert shapes.of([other]) is shapes.of([small])
+    assert shapes.of([other]) == first
+    grown = shapes.of([large])
+    assert shapes.of([small]).layouts == grown.layouts != first.layouts
+    assert shapes.of([small]).ids == first.ids != grown.ids
+    assert bag.table is table
 
 
 def launched_window(table: tc.Table, batch: tc.Batch) -> Any:

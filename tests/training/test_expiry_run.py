@@ -15,6 +15,7 @@ from rich.console import Console
 
 import thermocline as tc
 from thermocline.training.display import Display
+from thermocline.training.state import Progress
 
 KEYS = np.arange(60, dtype=np.uint64)
 
@@ -43,7 +44,7 @@ def batches(count: int) -> list[tc.Batch]:
 
 def fit(folder: Path, steps: int, resume: bool, console: Console | None = None) -> tc.Table:
     torch.manual_seed(0)
-    rule = tc.Expiry(every=4, unused_steps=3, decay=0.9, min_score=0.1)
+    rule = tc.Expiry(every=4, spread=1, unused_steps=3, decay=0.9, min_score=0.1)
     table = tc.Table(4, tc.Adagrad(lr=0.1), mem="1MB", statistics=["last_step", "show", "click"], expiry=rule)
     model = Model(table)
     config = tc.TrainConfig(steps=steps, log_every=2, checkpoint_every=6, display=False, depth=3)
@@ -88,3 +89,48 @@ def test_rules_need_statistics_of_the_config(tmp_path: Path) -> None:
     """
     with pytest.raises(tc.ConfigError, match=r"expiry.unused_steps is 5: it needs the statistic 'last_step', but rows"):
         tc.Run(tc.Config.parse(text))
+
+
+@pytest.mark.parametrize("jump", [None, "100s"])
+def test_one_wrong_event_time_expires_no_row(jump: str | None) -> None:
+    """The batch of step 3 has an example of the year 36812: the watermarks of run and table move by the limit."""
+    torch.manual_seed(0)
+    rule = tc.Expiry(every=1, unused_seconds=1000)
+    table = tc.Table(4, tc.Adagrad(lr=0.1), mem="1MB", statistics=["last_time"], expiry=rule)
+    model = Model(table)
+    data = batches(6)
+    for step, batch in enumerate(data):
+        batch.time = np.full(8, 1_700_000_000 + 60 * step)
+    data[2].time[3] = 2**40
+    config = tc.TrainConfig(steps=6, display=False, max_time_jump=jump)
+    trainer = tc.Trainer(model, torch.optim.SGD(model.out.parameters(), lr=0.1), config=config)
+    trainer.fit(data)
+    if jump is None:
+        assert table.expired.rows > 10
+        assert trainer.progress.event_time == 2**40
+    else:
+        assert table.expired.rows == 0
+        assert trainer.progress.event_time == table.backend.statistics.newest == 1_700_000_000 + 300
+
+
+def test_the_first_batch_is_limited_too() -> None:
+    progress = Progress()
+    progress.advance_time(np.array([2**40, 5000, 5100]), 60)
+    assert progress.event_time == 5060
+    progress.advance_time(np.array([100]), 60)
+    assert progress.event_time == 5060
+    progress.advance_time(np.array([2**40, 5090]), None)
+    assert progress.event_time == 2**40
+
+
+def test_the_limit_needs_event_times() -> None:
+    text = """
+        [data]
+        format = "synth"
+        [train]
+        max_time_jump = "1d"
+    """
+    with pytest.raises(
+        tc.ConfigError, match=r'train.max_time_jump is "1d": it must be left out unless data.time is set'
+    ):
+        tc.Config.parse(text)

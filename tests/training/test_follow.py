@@ -177,9 +177,10 @@ def test_display_while_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "waiting for files" in live.getvalue()
 
 
-def test_several_ranks_are_refused(tmp_path: Path) -> None:
+def test_shards_need_the_agreement_of_ranks(tmp_path: Path) -> None:
+    """Each would list the files by itself. `tests/distributed/test_follow_ranks.py` has ranks that agree."""
     data = tc.Data(train=[str(tmp_path)], follow=True)
-    with pytest.raises(tc.ConfigError, match=r"data\.follow = true: 2 ranks cannot follow files; start one process"):
+    with pytest.raises(tc.ConfigError, match=r"data\.follow = true: 2 shards need the agreement of 2 ranks"):
         open_data(data, "train", batch_size=2, shard=(0, 2))
 
 

@@ -17,6 +17,7 @@ from helpers.train import all_keys, bits, one_torch_thread, weights_of
 
 import thermocline as tc
 from thermocline.config.lr_schedule import Schedule
+from thermocline.embedding.row_statistics import NAMES, RowStatistics
 from thermocline.kernels import INTERPRETED
 from thermocline.tiers.hbm import bytes_for
 from thermocline.training import throughput
@@ -65,6 +66,7 @@ def batches_of(
                 dense=rng.normal(size=(examples, DENSE)).astype(np.float32),
                 label=torch.from_numpy(rng.integers(0, 2, examples).astype(np.float32)),
                 position={"batch": n + 1},
+                time=np.random.default_rng(n).integers(0, 2**40, examples),
             )
         )
     return batches
@@ -117,12 +119,14 @@ class Outcome:
         precision: Any = "fp32",
         admission: Any = None,
         expiry: Any = None,
+        statistics: Any = (),
         **config: Any,
     ) -> None:
         optimizer = optimizer or tc.Adagrad(lr=0.05)
         floats = 4 + optimizer.state_floats(4) if precision == "fp32" else 3 + optimizer.state_floats(4)
         options: dict[str, Any] = {"device": DEVICE, "precision": precision, "admission": admission, "expiry": expiry}
-        self.table = tc.Table(4, optimizer, hbm=bytes_for(rows, floats), mem="4MB", **options)
+        hbm = bytes_for(rows, floats + RowStatistics.of(statistics).words)
+        self.table = tc.Table(4, optimizer, hbm=hbm, mem="4MB", statistics=statistics, **options)
         self.model = kind(self.table, list(bags)).to(self.table.backend.device)
         adam = torch.optim.Adam(self.model.net.parameters(), lr=0.01)
         settings = tc.TrainConfig(graphs=graphs, display=False, tensorboard=False, depth=2, log_every=2, **config)
@@ -136,6 +140,8 @@ class Outcome:
             weights_of(self.model),
             [bits(buffer) for buffer in self.model.buffers()],
             bits(self.table.read(all_keys(batches))),
+            [bits(values) for values in self.table.read_statistics(all_keys(batches)).values()] if statistics else [],
+            (self.table.expired.runs, self.table.expired.rows),
         )
         if run_dir is not None:
             self.table.close()
@@ -200,6 +206,16 @@ def test_admission_counts_the_batches_of_recorded_steps(tmp_path: Path) -> None:
         Outcome("auto", batches, admission=tc.Admission(count=3, otherwise="zero"))
 
 
+def test_statistics_and_expiry_of_recorded_steps() -> None:
+    """Step, event time, labels and decays change from step to step; expiries run between replays."""
+    rule = tc.Expiry(every=3, spread=2, unused_steps=2, min_score=0.2, decay=0.8)
+    outcome = same(batches_of(12), statistics=NAMES, expiry=rule, bags=[([0], "sum"), ([1], "mean")])
+    assert outcome.table.expired.rows > 5
+    assert outcome.trainer.graph_step.replays > 4
+    with pytest.warns(UserWarning, match="labels of a bag with pooling 'none' are on the host"):
+        Outcome("auto", batches_of(4, one_hot=True), statistics=["click"], bags=[([0], "none"), ([1], "none")])
+
+
 def test_resume_continues_bit_for_bit(tmp_path: Path) -> None:
     batches = batches_of(9)
     whole = Outcome("off", batches, run_dir=tmp_path / "whole", checkpoint_every=5)
@@ -237,7 +253,7 @@ def test_a_model_that_cannot_be_recorded(kind: type[Model], reason: str) -> None
     [
         ({"accumulate": 2}, "accumulate is 2"),
         ({"clip_norm": 1.0}, "norm"),
-        ({"expiry": tc.Expiry(every=1, max_rows=5)}, "has expiry"),
+        ({"optimizer": tc.SGD(lr=0.1, lazy="catch_up")}, "replay missed steps"),
     ],
 )
 def test_settings_without_graphs(setting: dict[str, Any], reason: str) -> None:
@@ -246,7 +262,6 @@ def test_settings_without_graphs(setting: dict[str, Any], reason: str) -> None:
         recorded = Outcome("auto", batches, **setting)
     plain = Outcome("off", batches, **setting)
     assert recorded.bits == plain.bits
-    assert recorded.table.expired.rows == plain.table.expired.rows
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +310,7 @@ def test_a_loss_that_is_not_finite_is_not_applied() -> None:
 def test_a_step_with_a_wrong_label_is_not_applied(
     monkeypatch: pytest.MonkeyPatch, graphs: str, threshold: int, step: int
 ) -> None:
-    monkeypatch.setattr(throughput, "_THREAD_EXAMPLES", threshold)
+    monkeypatch.setattr(throughput, "_LARGE_EXAMPLES", threshold)
     batches = batches_of(6)
     batches[step].label[3] = 2.0
     keep = Keep()
@@ -307,7 +322,7 @@ def test_a_step_with_a_wrong_label_is_not_applied(
 
 def test_metrics_on_a_thread_use_the_labels_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread reads logits and labels of a step after the next one has run, which overwrites fixed buffers."""
-    monkeypatch.setattr(throughput, "_THREAD_EXAMPLES", 1)
+    monkeypatch.setattr(throughput, "_LARGE_EXAMPLES", 1)
     settle, update, gate = ThroughputMeter.settle, StreamingMetrics.update, threading.Event()
 
     def late_settle(meter: ThroughputMeter) -> None:

@@ -1,11 +1,13 @@
-"""Metrics of large batches, which another thread computes."""
+"""Metrics of batches that another thread counts, small ones together: the same bits as batch by batch."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from thermocline.training import throughput
+from thermocline.training.metrics import ExactMetrics, StreamingMetrics
 from thermocline.training.throughput import ThroughputMeter
 
 
@@ -14,7 +16,7 @@ def test_a_thread_computes_the_same_metrics(monkeypatch: pytest.MonkeyPatch) -> 
     steps = [(torch.randn(50), torch.randint(0, 2, (50,)).float()) for _ in range(5)]
     states = []
     for examples in (100, 50):  # below and at the number of examples from which the thread is used
-        monkeypatch.setattr(throughput, "_THREAD_EXAMPLES", examples)
+        monkeypatch.setattr(throughput, "_LARGE_EXAMPLES", examples)
         meter = ThroughputMeter([])
         logits, labels = torch.empty(50), torch.empty(50)
         for scores, label in steps:
@@ -27,8 +29,34 @@ def test_a_thread_computes_the_same_metrics(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_error_of_the_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "_THREAD_EXAMPLES", 1)
+    monkeypatch.setattr(throughput, "_LARGE_EXAMPLES", 1)
     meter = ThroughputMeter([])
     meter.add(torch.full((4,), torch.nan), torch.zeros(4), 0.5)
     with pytest.raises(ValueError, match="a score is NaN"):
         meter.row(())
+
+
+@pytest.mark.parametrize("size", [1, 7, 129, 1000, 3000, 5000])
+def test_joined_batches_give_the_same_bits(size: int) -> None:
+    rng = np.random.default_rng(size)
+    sizes = [size] * (2 * 16384 // size // 10 + 37) + [3, size, size]  # whole groups, a rest, and another size
+    if size > 1000:
+        sizes = sizes[-12:]
+    expected, joined_window = StreamingMetrics(), ExactMetrics()
+    meter, alone = ThroughputMeter([], window=joined_window), ExactMetrics()
+    for count in sizes:
+        scores = torch.from_numpy(rng.normal(scale=4, size=count).astype(np.float32))
+        labels = torch.from_numpy((rng.random(count) < 0.3).astype(np.float32))
+        meter.add(scores, labels, 0.25)
+        expected.update(scores, labels)
+        alone.update(scores, labels)
+        scores.zero_()
+    assert meter.state() == expected.state_dict()
+    assert joined_window.state_dict() == alone.state_dict()
+
+
+def test_a_nan_score_of_a_small_batch_is_an_error_at_once() -> None:
+    meter = ThroughputMeter([])
+    meter.add(torch.tensor([-torch.inf, torch.inf, 0.0]), torch.zeros(3), 0.5)
+    with pytest.raises(ValueError, match="a score is NaN"):
+        meter.add(torch.tensor([0.0, torch.nan, 1.0]), torch.zeros(3), 0.5)

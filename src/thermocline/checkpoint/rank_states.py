@@ -10,7 +10,8 @@ file has the buffers, which differ, and frozen parameters, which nothing keeps e
 
 The same ranks restore their own states. A reader, another number of ranks, or ranks with other replicas get the mean of
 all ranks' models and optimizers (`distributed/model_mean.py`). Frozen parameters (`requires_grad` False) have no mean:
-if they differ between ranks, only the same ranks can restore them.
+if they differ between ranks, only the same ranks can restore them. Admission counters move with the keys that they
+count (`embedding/admission_state.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from thermocline.checkpoint.older_states import older_state, older_values
 from thermocline.checkpoint.state_tree import RankState
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.frozen_adam import check_frozen_state, without_frozen_state
-from thermocline.distributed.key_sharding import rank_folder
+from thermocline.distributed.key_sharding import overlapping_ranks, rank_folder
 from thermocline.distributed.model_mean import TensorMean, same_bits
 from thermocline.embedding.state_dict import dense_state_dict, load_dense_state_dict
 from thermocline.embedding.table import Table
@@ -153,7 +154,8 @@ class RankStates:
             else:
                 state = self._mean(manifest)
                 state.random = own.get("random")
-            state.tables = own.get("tables")
+            if same_ranks:
+                state.tables = [own.get("tables", {})]
         state_tree.check_dense({"model": state.model, "optimizers": state.optimizers}, self._dense_state())
         if not self._read_only:
             for optimizer in state.optimizers:
@@ -175,7 +177,7 @@ class RankStates:
         if self._dense_sync is not None and state.sync is not None:
             self._dense_sync.load_state_dict(state.sync)
         for name, table in self._tables.items():
-            table.load_rank_state((state.tables or {}).get(name, {}))
+            table.load_rank_state([saved[name] for saved in state.tables if name in saved])
         if state.random is not None:
             state_tree.set_random_state(state.random)
 
@@ -184,10 +186,13 @@ class RankStates:
         mean, tree = TensorMean(), None
         frozen: dict[str, torch.Tensor] = {}
         latest: tuple[int, dict[str, Any]] = (-1, {})
+        tables = []
+        overlapping = overlapping_ranks(self._rank, self._world, len(manifest["states"]))
         for rank, entry in enumerate(manifest["states"]):
             own = self._read(manifest, rank)
             dense = self._completed(manifest, rank, own, latest)
             latest = (entry["replica"], dense)
+            tables += [own.get("tables", {})] * (rank in overlapping)
             for name in own.get("frozen", ()):
                 if not same_bits(frozen.setdefault(name, dense["model"][name]), dense["model"][name]):
                     raise FormatError(
@@ -206,7 +211,7 @@ class RankStates:
         state: dict[str, Any] = state_tree.unpack(tree, mean.result())
         if self._world == 1 < len(manifest["states"]):
             state["optimizers"] = [without_frozen_state(optimizer) for optimizer in state["optimizers"]]
-        return RankState(state["model"], state["optimizers"])
+        return RankState(state["model"], state["optimizers"], tables=tables)
 
     def _completed(
         self, manifest: Manifest, rank: int, own: dict[str, Any], known: tuple[int, dict[str, Any]] = (-1, {})

@@ -38,8 +38,9 @@ class RankState:
     """State of `DenseParameters`; None if the model is a mean over ranks."""
     random: dict[str, Any] | None = None
     """Random states; None if another number of ranks saved."""
-    tables: dict[str, Any] | None = None
-    """State of this rank's tables beside their rows (`Table.rank_state`), by name; None as for `random`."""
+    tables: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """State of the tables beside their rows (`Table.rank_state`), by name: that of this rank, or, if another number of
+    ranks saved, one of each rank that had rows of this one."""
 
 
 # ---- trees

@@ -23,7 +23,7 @@ MAY_CHANGE = frozenset(
         # Keys with a row stay admitted; the others continue with their counts if they are counted in the same way.
         *("admission", *(f"admission.{field.name}" for field in dataclasses.fields(Admission))),
         *("train.epochs", "train.steps", "train.clip_norm", "train.valid_every", "train.patience"),
-        *("train.progressive_steps", "train.progressive_time"),
+        *("train.progressive_steps", "train.progressive_time", "train.max_time_jump"),
         "train.plateau_factor",
         *("train.checkpoint_every", "train.checkpoint_minutes", "train.keep", "train.depth", "train.pull_window"),
         # Parameters, rows and optimizer state of a checkpoint are fp32 for all of them.

@@ -144,6 +144,8 @@ class Config:
     def _check_event_time(self) -> Self:
         if self.train.progressive_time is not None and self.data.time is None:
             reject("train.progressive_time", self.train.progressive_time, "left out unless data.time is set")
+        if self.train.max_time_jump is not None and self.data.time is None:
+            reject("train.max_time_jump", self.train.max_time_jump, "left out unless data.time is set")
         return self
 
     @classmethod

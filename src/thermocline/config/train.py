@@ -11,6 +11,7 @@ from thermocline.config.fields import Count, Duration, Maybe, Positive
 from thermocline.config.lr_schedule import Schedule
 from thermocline.config.messages import reject
 from thermocline.config.section import section
+from thermocline.utils.text_format import parse_duration
 
 DensePrecision = Literal["fp32", "tf32", "bf16"]
 Graphs = Literal["auto", "on", "off"]
@@ -36,6 +37,9 @@ class TrainConfig:
     """Steps of a window of progressive validation: its metrics are of predictions before each example was trained."""
     progressive_time: Maybe[Duration] = None
     """Event time of a window of progressive validation, such as "1h", instead of steps. Needs `data.time`."""
+    max_time_jump: Maybe[Duration] = None
+    """Most event time by which one batch advances the watermark, such as "1d": an example with a wrong event time, far
+    in the future, then expires no more rows than that. By default without limit. Needs `data.time`."""
     patience: Maybe[Count] = None
     """End the run after this number of validations without a better AUC, and restore the best validated state."""
     plateau_factor: Annotated[float, Gt(0), Le(1)] = 1.0
@@ -73,6 +77,11 @@ class TrainConfig:
         if self.progressive_steps is not None and self.progressive_time is not None:
             reject("progressive_time", self.progressive_time, "left out if progressive_steps is set")
         return self
+
+    @property
+    def max_jump(self) -> int | None:
+        """`max_time_jump` in whole seconds."""
+        return None if self.max_time_jump is None else int(parse_duration(self.max_time_jump))
 
     @property
     def needs_validation(self) -> str | None:

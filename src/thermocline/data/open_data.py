@@ -9,7 +9,7 @@ from typing import Any
 from thermocline.config.data import Data, Format, Split
 from thermocline.data.features import Features
 from thermocline.data.files import find_files, is_remote, without_secrets
-from thermocline.data.follow import FollowReader
+from thermocline.data.follow import FileAgreement, FollowReader
 from thermocline.data.reader import Reader
 from thermocline.data.synthetic import SyntheticAds
 from thermocline.errors import ConfigError, DataError
@@ -67,6 +67,7 @@ def open_data(
     shard: tuple[int, int] = (0, 1),
     contiguous: bool = False,
     carry: Sequence[str] = (),
+    agreement: FileAgreement | None = None,
 ) -> Reader | FollowReader | SyntheticAds:
     """Open one split as an iterable of batches.
 
@@ -77,6 +78,7 @@ def open_data(
     shard      (number, count): the part of one rank
     contiguous shards are consecutive parts of the data: see `Reader`
     carry      columns whose values each batch has, too: see `Reader`
+    agreement  of the ranks about the files that they follow
     """
     if not has_split(data, split):
         cause = f"data.synth.{split}_examples is 0" if data.format == "synth" else f"data.{split} names no files"
@@ -88,9 +90,10 @@ def open_data(
     if shuffle is None:
         shuffle = data.shuffle and split == "train"
     if data.follow and (split == "train" or features is None):
-        if shard != (0, 1):
-            raise ConfigError(f"data.follow = true: {shard[1]} ranks cannot follow files; start one process")
+        if shard[1] != (1 if agreement is None else agreement.world):
+            raise ConfigError(f"data.follow = true: {shard[1]} shards need the agreement of {shard[1]} ranks")
         followed: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "labelled": labelled, "tensors": tensors}
+        followed["agreement"] = agreement
         reader = FollowReader(data, batch_size=batch_size, features=features, **followed)
         if split == "train":
             return reader

@@ -274,9 +274,17 @@ class Groups:
     """All communicators of a job. Every rank creates it at the same time."""
 
     def __init__(
-        self, topology: Topology, channels: Sequence[Channels], heartbeat: Heartbeat, gpu: bool, owns_torch: bool
+        self,
+        topology: Topology,
+        channels: Sequence[Channels],
+        heartbeat: Heartbeat,
+        gpu: bool,
+        owns_torch: bool,
+        store: Any = None,
     ) -> None:
         self.topology = topology
+        self.store = store
+        """Rendezvous store of the job, of this attempt; a thread uses its own `clone()`. None: one rank."""
         self.heartbeat = heartbeat
         self._owns_torch = owns_torch
         self._lane: HintLane | None = None
@@ -341,7 +349,7 @@ class Groups:
             channels = make_channels(
                 topology, store, heartbeat, names, "train" if gpu else None, shared=shared, owns_torch=owns_torch
             )
-            return cls(topology, channels, heartbeat, gpu, owns_torch)
+            return cls(topology, channels, heartbeat, gpu, owns_torch, store)
         except BaseException:
             if heartbeat is not None:
                 heartbeat.close()

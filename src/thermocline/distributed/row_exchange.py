@@ -69,6 +69,10 @@ class TableTraffic:
     read_rows: TrafficCounter = dataclasses.field(default_factory=TrafficCounter)
     statistics: TrafficCounter = dataclasses.field(default_factory=TrafficCounter)
     """Occurrences of keys, for statistics of rows."""
+    admission: TrafficCounter = dataclasses.field(default_factory=TrafficCounter)
+    """Keys, occurrences and decisions of admission."""
+    read_admission: TrafficCounter = dataclasses.field(default_factory=TrafficCounter)
+    """Those of evaluation."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -36,13 +36,13 @@ LIMBS = 4
 def to_limbs(integers: torch.Tensor) -> torch.Tensor:
     """Convert int64[n, k] to float32[n, k * LIMBS], whose sums over up to 256 rows are exact."""
     shifts = torch.arange(0, 64, 16, device=integers.device)
-    return ((integers[:, :, None] >> shifts) & 0xFFFF).to(torch.float32).reshape(len(integers), -1)
+    return ((integers[:, :, None] >> shifts) & 0xFFFF).to(torch.float32).flatten(1)
 
 
 def from_limbs(limbs: torch.Tensor) -> torch.Tensor:
     """Convert sums of `to_limbs` to int64[n, k], modulo 2**64."""
     shifts = torch.arange(0, 64, 16, device=limbs.device)
-    return (limbs.reshape(len(limbs), -1, LIMBS).to(torch.int64) << shifts).sum(2)
+    return (limbs.reshape(len(limbs), limbs.shape[1] // LIMBS, LIMBS).to(torch.int64) << shifts).sum(2)
 
 
 class RowSum:

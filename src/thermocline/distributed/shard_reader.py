@@ -10,7 +10,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from thermocline.arrays import Floats, Keys, Rows
 from thermocline.config.distributed import Hops
 from thermocline.distributed.key_sharding import overlapping_ranks, owner_of
 from thermocline.distributed.split_horizon import SplitHorizon
+from thermocline.embedding.admission import Admission
+from thermocline.embedding.admission_backend import AdmissionBackend
 from thermocline.embedding.backend import KeyHorizon, RowBackend
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import parse_precision
@@ -34,6 +36,7 @@ from thermocline.utils.text_format import parse_size
 
 if TYPE_CHECKING:
     from thermocline.distributed.communicator import Groups
+    from thermocline.distributed.sharded_backend import ShardedBackend
 
 
 class _Shard(NamedTuple):
@@ -106,12 +109,12 @@ class ShardReaderBackend(DramBackend):
         elif scale is not None:
             self.host.dram.set_scale(scale)  # `rows` decodes with it
 
-    def _owned_rows(self, **options: int) -> Iterator[tuple[Keys, Rows]]:
+    def _owned_rows(self, batch_rows: int = 65536) -> Iterator[tuple[Keys, Rows]]:
         for shard in self._shards:
-            yield from self._owned_rows_of(shard, **options)
+            yield from self._owned_rows_of(shard, batch_rows)
 
-    def _owned_rows_of(self, shard: _Shard, **options: int) -> Iterator[tuple[Keys, Rows]]:
-        for keys, rows in shard.store.scan(**options):
+    def _owned_rows_of(self, shard: _Shard, batch_rows: int = 65536) -> Iterator[tuple[Keys, Rows]]:
+        for keys, rows in shard.store.scan(batch_rows):
             owned = owner_of(keys, self._world) == self._rank
             yield keys[owned], rows[owned]
 
@@ -186,3 +189,13 @@ class ShardReaderTable(Table):
     def open_stores(self, sources: Sequence[tuple[Path, int]]) -> None:
         """Open (folder, epoch) of the ranks that saved a checkpoint, by rank."""
         self._reader.open_stores(sources)
+        if self._admission is not None:
+            self._admission.rows_replaced()
+
+    def _make_admission(self, admission: Admission) -> AdmissionBackend:
+        if self.groups is None:
+            return AdmissionBackend(self._reader, self.spec, admission, lambda: self._reader.stores)
+        from thermocline.distributed.sharded_admission import ShardedAdmissionBackend
+
+        sharded = cast("ShardedBackend", self.backend)
+        return ShardedAdmissionBackend(sharded, self.spec, admission, lambda: self._reader.stores)

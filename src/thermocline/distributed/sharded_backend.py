@@ -40,6 +40,7 @@ from thermocline.distributed.row_reduce import LIMBS, RowSum, from_limbs, take_r
 from thermocline.distributed.sharded_horizon import HintedRows, ShardedHorizon
 from thermocline.embedding.backend import Select, ShardBackend, ShardPins, TierSet, Unrecorded
 from thermocline.embedding.batch_plan import BagInputs, Gradient, ReducedGradients, working_set_of
+from thermocline.embedding.key_hash import KeyPart
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.row_statistics import StatisticsState
 from thermocline.embedding.step_rates import StepRates
@@ -103,8 +104,8 @@ class ShardedBackend(Unrecorded):
         if local.lookahead is not None:
             self.hints = HintedRows(local, groups.hint_lane, groups.topology.world, local.lookahead.bytes)
         self._row_exchange = exchange
-        self._exact_exchange = RowExchange(exchange.topology, hops=exchange.hops, threads=spec.threads)
-        """For statistics of rows, which no wire format may round."""
+        self.exact_exchange = RowExchange(exchange.topology, hops=exchange.hops, threads=spec.threads)
+        """For statistics of rows and admission, which no wire format may round."""
         self.early: EarlyRows | None = None
         """Rows exchanged while the network computes. None: not wanted, or a row may change between its batches."""
         if groups.early is not None and local.rates is None and local.tiers.hbm is None:
@@ -289,7 +290,7 @@ class ShardedBackend(Unrecorded):
         values = torch.zeros(len(route.keys), 2 * LIMBS, device=self.device)
         if reduced is not None:
             values[reduced.slots.long()] = to_limbs(reduced.occurrences)
-        total, _ = self._exact_exchange.reduce_gradients(
+        total, _ = self.exact_exchange.reduce_gradients(
             self.groups.train, route, values, None, self.traffic.statistics, self.step_count
         )
         return from_limbs(total)
@@ -339,6 +340,10 @@ class ShardedBackend(Unrecorded):
 
     # ---- evaluation
 
+    def read_initial(self, inputs: BagInputs) -> Any:
+        """See `LocalBackend.read_initial`: every rank computes the initial rows of any key."""
+        return self.local.read_initial(inputs)
+
     def read_batch(self, inputs: BagInputs) -> Any:
         working_set = working_set_of(inputs, self.spec.threads)
         weights = torch.empty(len(working_set), self.spec.dim)
@@ -351,7 +356,7 @@ class ShardedBackend(Unrecorded):
 
     def read(self, keys: Keys) -> Floats:
         out = torch.empty(len(keys), self.spec.row_floats)
-        self._read_from_owners(keys, out, self._exact_exchange if self.spec.statistics else self._row_exchange)
+        self._read_from_owners(keys, out, self.exact_exchange if self.spec.statistics else self._row_exchange)
         return out.numpy()
 
     def _read_from_owners(self, keys: Keys, out: torch.Tensor, exchange: RowExchange) -> None:
@@ -368,7 +373,7 @@ class ShardedBackend(Unrecorded):
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
         return self.local.rows(store, batch_rows)
 
-    def expire(self, select: Select, store: SsdStore | None) -> Keys:
+    def expire(self, select: Select, store: SsdStore | None, part: KeyPart) -> Keys:
         """See `RowBackend.expire`: the rows that this rank owns. Batches are fetched after it, so none is open."""
         if self._open:
             raise RuntimeError(
@@ -376,7 +381,7 @@ class ShardedBackend(Unrecorded):
                 "before the next batch is drawn"
             )
         self._rows_change()
-        return self.local.expire(select, store)
+        return self.local.expire(select, store, part)
 
     def flush(self, store: SsdStore | None = None) -> None:
         self.local.flush(store)

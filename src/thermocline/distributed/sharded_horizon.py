@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -187,6 +187,8 @@ class HintedRows:
         self.stats = HintStats()
         self.sends_in_time = True
         """False after a batch waited for the lane in vain: the next ones do not wait."""
+        self.with_row: Callable[[Keys], Keys] | None = None
+        """Returns those keys of a hint that may have a row, on the thread of the lane; None: all of them."""
         self._local = local
         self._max_bytes = max_bytes
         self._pipelines: dict[bool, _Pipeline] = {}
@@ -237,6 +239,8 @@ class HintedRows:
     def receive(self, hint: Hint) -> None:
         self.stats.received += 1
         self.stats.keys += len(hint.keys)
+        if self.with_row is not None:
+            hint = hint._replace(keys=self.with_row(hint.keys))
         with self._lock:
             pipeline = self._pipelines.get(hint.training)
             held = sum(other.keys.nbytes for other in self._early)
@@ -269,7 +273,7 @@ class _Pipeline:
         """The keys of all ranks' hints; None: there was none yet."""
         self._backend = local
         self._max_bytes = max_bytes
-        self._late_before = _late_rows(local)
+        self._late_before = _late_rows(local, training)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._hints: list[_Hinted] = []
@@ -317,7 +321,7 @@ class _Pipeline:
 
     @property
     def late_rows(self) -> int:
-        return _late_rows(self._backend) - self._late_before
+        return _late_rows(self._backend, self.training) - self._late_before
 
     def close(self) -> None:
         """Drop all hints, unpin their rows and join the thread."""
@@ -360,9 +364,11 @@ class _Pipeline:
         return next_hint.first - self.passed_batches <= (0.75 * next_hint.rows.to_visit + 0.25) * ahead
 
 
-def _late_rows(local: ShardBackend) -> int:
-    """Rows that a pull had to read or create itself, so far."""
+def _late_rows(local: ShardBackend, training: bool) -> int:
+    """Rows that a pull had to read or create itself, or that evaluation has read from the store, so far."""
     tiers = local.tiers
+    if not training:
+        return 0 if tiers.dram is None else tiers.dram.read_from_store
     if tiers.hbm is not None:
         return tiers.hbm.stats().from_ssd
     if tiers.dram is None:

@@ -18,8 +18,11 @@ from thermocline.distributed.communicator import Groups
 from thermocline.distributed.key_sharding import owner_of, rank_folder
 from thermocline.distributed.rank_agreement import flatten, require_equal, versions
 from thermocline.distributed.row_exchange import RowExchange
+from thermocline.distributed.sharded_admission import ShardedAdmissionBackend
 from thermocline.distributed.sharded_backend import ShardedBackend
 from thermocline.distributed.topology import Topology
+from thermocline.embedding.admission import Admission
+from thermocline.embedding.admission_backend import AdmissionBackend
 from thermocline.embedding.backend import ShardBackend
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.table import Table
@@ -58,11 +61,6 @@ class ShardedTable(Table):
         All other arguments are those of `tc.Table`; `expected_keys` is the number over all ranks.
         """
         topology = groups.topology
-        if options.get("admission") is not None:
-            raise ValueError(
-                f"admission is {options['admission']!r}: it must be None for a table over ranks, which has no "
-                "admission yet; train with one process, or without admission"
-            )
         if options.get("expected_keys") is not None:
             options["expected_keys"] = -(-options["expected_keys"] // topology.world)
         if ssd is not None:
@@ -77,6 +75,7 @@ class ShardedTable(Table):
                 )
             target = training_device(device, spec.hbm)
             more = {"hops": hops, "wire": wire, "device": "cpu" if target is None else target.type}
+            more |= _admission_settings(options.get("admission"))
             require_equal(groups.train, _settings(spec, more), "a table over ranks must be equal on all ranks")
             spec = agree_on_lookahead(spec, groups)
             with groups.busy():  # opening a large store takes minutes
@@ -98,6 +97,9 @@ class ShardedTable(Table):
     def owns(self, keys: Keys) -> npt.NDArray[np.bool_]:
         mine: npt.NDArray[np.bool_] = owner_of(keys, self.topology.world) == self.topology.rank
         return mine
+
+    def _make_admission(self, admission: Admission) -> AdmissionBackend:
+        return ShardedAdmissionBackend(self.backend, self.spec, admission)
 
     def _new_history(self) -> str:
         """Return the token of rank 0. Collective."""
@@ -121,6 +123,15 @@ def make_sharded_backend(
     salt = spec.table_id & (2**63 - 1)
     exchange = RowExchange(groups.topology, hops=hops, wire=wire, salt=salt, threads=spec.threads)
     return ShardedBackend(spec, local, groups, exchange)
+
+
+def _admission_settings(admission: Admission | None) -> dict[str, Any]:
+    """Return the settings of admission that must be equal on all ranks; each may have counters of another size."""
+    if admission is None:
+        return {"admission": None}
+    settings = dataclasses.asdict(admission)
+    del settings["memory"]
+    return {"admission": settings}
 
 
 def _settings(spec: TableSpec, more: Mapping[str, Any]) -> dict[str, Any]:

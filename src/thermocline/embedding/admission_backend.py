@@ -1,14 +1,14 @@
-"""`AdmissionBackend`: any backend of one process, with admission. Only ids that are admitted reach the backend below.
+"""`AdmissionBackend`: any backend, with admission, of one process. Only ids that are admitted reach the backend below.
 
 The filter (csrc/admission) decides about every training batch once, when it is planned: in the look-ahead if there is
 one, else in `stage`. Batches are planned in the order in which they are trained, by one thread, so decisions depend on
 nothing else. A batch counts when its step ends: the filter keeps a log of each batch between its plan and its step,
 which it uses to save the counters as of the last step, and to undo batches of a pipeline that was closed.
+`distributed/sharded_admission.py` is the layer for tables over ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 import warnings
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from thermocline.arrays import Floats, Keys, Rows
+from thermocline.arrays import Floats, Keys, Mask, Rows
 from thermocline.core import core
 from thermocline.embedding.admission import Admission
 from thermocline.embedding.admission_plan import (
@@ -33,11 +33,13 @@ from thermocline.embedding.admission_plan import (
     inner_plan,
 )
 from thermocline.embedding.admission_split import Refused, SplitBag, SplitInputs, all_ids, first_reads, split_inputs
+from thermocline.embedding.admission_state import State, join_states, load_state, save_state
 from thermocline.embedding.backend import LocalBackend, RecordedRows, RowHorizon
 from thermocline.embedding.batch_plan import BagInputs, BagSpec, Gradient, ReducedGradients
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import BudgetError, ThermoclineError
+from thermocline.tiers.ssd import SsdStore
 
 _KINDS = {"exact": 0, "sketch": 1, "probability": 2}
 
@@ -47,8 +49,16 @@ class AdmissionBackend:
 
     plans_on_device = False  # the filter runs on the host: not on the caller's thread
 
-    def __init__(self, inner: LocalBackend, spec: TableSpec, admission: Admission) -> None:
+    def __init__(
+        self,
+        inner: LocalBackend,
+        spec: TableSpec,
+        admission: Admission,
+        stores: Callable[[], Sequence[SsdStore]] | None = None,
+    ) -> None:
+        """stores: returns the stores that have the rows of this process; default: that of its tiers."""
         self.inner = inner
+        self._stores = self._own_stores if stores is None else stores
         self.admission = admission
         self._name = spec.name
         self._filter = core.AdmissionFilter(
@@ -119,11 +129,14 @@ class AdmissionBackend:
         with self._lock:
             if self._listed:
                 return
-            store = self.inner.tiers.ssd
-            if store is not None:
+            for store in self._stores():
                 for keys, _ in store.scan():
                     self._filter.admit(keys)
             self._listed = True
+
+    def _own_stores(self) -> Sequence[SsdStore]:
+        store = self.inner.tiers.ssd
+        return [] if store is None else [store]
 
     def begin_planning(self, planner: object) -> None:
         """Declare that `planner` plans all training batches until `end_planning`.
@@ -167,10 +180,13 @@ class AdmissionBackend:
             self._filter.roll_back(self._fetched)
             self._filter.forget(keys)
             for decision in self._planned:
-                assert decision.inputs is not None
-                refused = self._count(decision.inputs)
-                if not _same(refused, decision.refused):
-                    decision.refused = refused
+                self._decide_again(decision)
+
+    def _decide_again(self, decision: Decision) -> None:
+        assert decision.inputs is not None
+        refused = self._count(decision.inputs)
+        if not _same(refused, decision.refused):
+            decision.refused = refused
 
     # ---- state
 
@@ -180,44 +196,12 @@ class AdmissionBackend:
         return self._filter.stats
 
     def state(self) -> dict[str, Any]:
-        """Return the state as of the last step, for a checkpoint. Keys with a row are not a part of it."""
-        batches, dropped, keys, counts, cells, admitted = self._filter.save()
-        return {
-            "counting": self.admission.counting,
-            "batches": batches,
-            "dropped": dropped,
-            "keys": torch.from_numpy(keys.view(np.int64)),
-            "counts": torch.from_numpy(counts.view(np.int32)),
-            "cells": torch.from_numpy(cells.view(np.int16)),
-            "admitted": torch.from_numpy(admitted.view(np.int64)),
-        }
+        """Return the state as of the last step, for a checkpoint."""
+        return save_state(self._filter, self.admission)
 
-    def load_state(self, state: dict[str, Any] | None) -> None:
-        """Continue from a state, after the rows that belong to it were restored; None: all counts are 0.
-
-        Counters of another kind, and a sketch of another size, cannot be continued: a warning says so.
-        """
-        empty = np.empty(0, np.uint64)
-        keys = counts = cells = admitted = empty
-        batches = dropped = 0
-        if state is not None:
-            batches, admitted = int(state["batches"]), state["admitted"].numpy().view(np.uint64)
-            kind = self.admission.counting
-            size = self._filter.stats.counter_bytes
-            if state["counting"] != kind or (kind == "sketch" and state["cells"].nbytes != size):
-                warnings.warn(
-                    f"table {self._name!r}: the checkpoint has admission counters of kind {state['counting']}, "
-                    f"{state['cells'].nbytes or state['keys'].nbytes} bytes, this table counts by {kind} in {size} "
-                    "bytes: keys without a row count from 0",
-                    stacklevel=2,
-                )
-            else:
-                dropped = int(state["dropped"])
-                keys, counts, cells = state["keys"].numpy(), state["counts"].numpy(), state["cells"].numpy()
-        self._filter.load(
-            batches, dropped, keys.view(np.uint64), counts.astype(np.uint32), cells.astype(np.uint16), admitted
-        )
-        self._fetched = batches
+    def load_state(self, states: Sequence[State], owns: Callable[[Keys], Mask]) -> None:
+        """Continue from the states of the processes that had the rows, after the rows; see `admission_state`."""
+        self._fetched = load_state(self._filter, self.admission, join_states(states, owns), self._name)
 
     # ---- ahead of training
 
@@ -274,6 +258,7 @@ class AdmissionBackend:
         split = self.split(decision.inputs, decision)
         window = self.inner.stage([split.trained])
         plan.window.again.append(window)
+        self.inner.exchange(window, ahead=False)
         while True:
             try:
                 self.inner.pin(window)
@@ -379,9 +364,12 @@ class AdmissionBackend:
         """Count the batches that the loop has received: they are trained, or were given up."""
         before = self._filter.stats.batches
         if self._fetched > before:
-            self._filter.train(self._fetched, self._stored == self._fetched - before)
+            self._train(self._fetched - before)
             self._warn_if_dropped()
         self._stored = 0
+
+    def _train(self, batches: int) -> None:
+        self._filter.train(self._fetched, self._stored == batches)
 
     def _warn_if_dropped(self) -> None:
         if self._warned or not (dropped := self._filter.stats.counters_dropped):
@@ -429,17 +417,15 @@ class AdmissionBackend:
 
     def reopen(self, epoch: int | None = None) -> None:
         self.require_no_planner("reopen()")
-        with self._replacing_rows():
-            self.inner.reopen(epoch)
+        self.inner.reopen(epoch)
+        self.rows_replaced()
 
     def move_store(self, path: Path, *, clear: bool = False) -> None:
-        with self._replacing_rows():
-            self.inner.move_store(path, clear=clear)
+        self.inner.move_store(path, clear=clear)
+        self.rows_replaced()
 
-    @contextlib.contextmanager
-    def _replacing_rows(self) -> Iterator[None]:
+    def rows_replaced(self) -> None:
         """Forget all keys and counts; the rows of the store are listed when they are needed."""
-        yield
         with self._lock:
             self._filter.clear_admitted()
             self._listed = False

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     import torch
 
     from thermocline.distributed.communicator import Groups
+    from thermocline.embedding.key_hash import KeyPart
     from thermocline.embedding.quant_scale import LearnedScale
     from thermocline.embedding.row_statistics import StatisticsState
     from thermocline.embedding.step_rates import StepRates
@@ -94,7 +95,8 @@ class BatchAhead(Protocol):
 
 
 Select = Callable[[Iterator[tuple[Keys, Floats]]], Keys]
-"""Chooses keys, given every trained row of a process: keys and float32[n, `TableSpec.row_floats`], caught up."""
+"""Chooses keys, given every trained row of a process, or of a part of its keys: keys and float32[n,
+`TableSpec.row_floats`], caught up."""
 
 
 class ReadCounts(NamedTuple):
@@ -122,9 +124,10 @@ class RowHorizon(Protocol):
         """Whether no further batch should be added: the rows reach the share of memory that they may pin."""
 
     def load(self, share: float = 1.0) -> bool:
-        """Visit up to this share of the sweep: load and pin the rows of new keys. Blocks on SSD reads.
+        """Visit up to this share of the sweep, from `position` on: load and pin rows of new keys. Blocks on SSD reads.
 
-        Return False if nothing was visited.
+        The last rows may still be loading at the return: call it until `BatchAhead.to_visit` is 0.
+        Return False if nothing was visited, and nothing is being loaded.
         Raises `BudgetError`, and changes nothing, if the rows do not fit beside those pinned already.
         """
 
@@ -311,6 +314,10 @@ class RowBackend(Protocol):
     def cannot_record(self) -> str:
         """Return why training steps of this table cannot be recorded; empty: they can."""
 
+    @property
+    def recording(self) -> bool:
+        """Whether a training step is being recorded, or run in its place: see `RecordedRows.recording`."""
+
     def plan_shape(self, plan: Any) -> Any:
         """Return what plans that share `RecordedRows` have in common; None: this one can only be trained as it is."""
 
@@ -330,8 +337,8 @@ class RowBackend(Protocol):
 
     # ---- durability and expiry; between steps
 
-    def expire(self, select: Select, store: SsdStore | None) -> Keys:
-        """Delete the rows of this process that `select` chooses, in all tiers; return their keys.
+    def expire(self, select: Select, store: SsdStore | None, part: KeyPart) -> Keys:
+        """Delete the rows of this process that `select` chooses among those of `part`, in all tiers; return their keys.
 
         Every batch that is fetched afterwards reads their initial rows, also if it was pulled before. `store`: where
         checkpoints are. Pipelines may be running.
@@ -397,6 +404,7 @@ class Unrecorded:
     """Base of backends that plan on the CPU: nothing is recorded, and `cannot_record` says why."""
 
     plans_on_device = False
+    recording = False
 
     def launch(self, window: Any) -> None:
         """Nothing to begin."""

@@ -132,13 +132,10 @@ class EmbeddingBag(torch.nn.Module):
             _Pool.apply(anchor, learned, self.table, batch, plan, spec, training)  # type: ignore[no-untyped-call]
             for spec in self.specs
         ]
-        if not self.pooled:
+        if len(outputs) == 1:
             return outputs[0]  # type: ignore[no-any-return]
-        shaped = [out.view(-1, len(spec.fields), self.table.dim) for out, spec in zip(outputs, self.specs, strict=True)]
-        if len(shaped) == 1:
-            return shaped[0]  # type: ignore[no-any-return]
         order = [position for spec in self.specs for position in spec.positions]
-        return torch.cat(shaped, 1)[:, torch.tensor(order, device=shaped[0].device).argsort()]
+        return torch.cat(outputs, 1)[:, torch.tensor(order, device=outputs[0].device).argsort()]
 
     def _require_one_rank(self) -> None:
         """Raise if several ranks train: each would change its own rows only. Checked here, as ranks may join late."""
@@ -297,14 +294,27 @@ class _Pool(torch.autograd.Function):
         ctx.spec = spec
         ctx.trained, ctx.step = anchor is not None, table.step_count
         ctx.order = table.next_forward()
-        return table.backend.pool(plan, bag)
+        pooled = table.backend.pool(plan, bag)
+        if spec.pooling == "none":
+            return pooled
+        # Not a view, which autograd would record, and which a model may not change in place.
+        fields = len(spec.fields)
+        return pooled.resize_(len(pooled) // fields, fields, pooled.shape[1])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True: torch then raises if the result is differentiated
+            return _backward_once(ctx, grad)
+        return _Pool._backward(ctx, grad)
+
+    @staticmethod
+    def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.trained and not ctx.training:
             raise RuntimeError("backward through rows read for evaluation: call model.train() before the forward pass")
-        values = grad.detach().to(torch.float32).contiguous()
+        values = grad.detach() if grad.requires_grad else grad
+        if values.dtype != torch.float32 or not values.is_contiguous():
+            values = values.to(torch.float32).contiguous()
+        values = values.view(-1, values.shape[-1])
         weight_gradient = _weight_gradient(ctx, values) if ctx.needs_input_grad[1] else None
         if ctx.training:
             version = grad._version
@@ -312,6 +322,9 @@ class _Pool(torch.autograd.Function):
                 ctx.order, ctx.batch, ctx.plan, ctx.bag, values, lambda: grad._version == version, ctx.spec
             )
         return None, weight_gradient, None, None, None, None, None
+
+
+_backward_once = once_differentiable(_Pool._backward)
 
 
 def _weight_gradient(ctx: Any, values: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """Expiry: rules that delete rows at given steps. The rules are functions of the rows and the step alone.
 
-A step whose number is a multiple of `Expiry.every` ends with it. It is a barrier: batches after it see the deleted rows
-as never trained, whatever was loaded ahead, so results do not depend on tiers, depth or look-ahead.
+An expiry begins after a step whose number is a multiple of `Expiry.every`, and takes `Expiry.parts` steps: after each,
+the rows of one part of the keys, by hash, are tested and deleted. Each is a barrier: batches after it see the deleted
+rows as never trained, whatever was loaded ahead. The part is a function of the step alone, so results do not depend on
+tiers, depth, look-ahead or saves, and nothing is pending between two steps.
 """
 
 from __future__ import annotations
@@ -9,16 +11,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from thermocline.arrays import Doubles, Floats, Keys, Mask
+from thermocline.embedding.key_hash import KeyPart
 from thermocline.embedding.row_statistics import RowStatistics, Statistic, StatisticsState
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import require
+
+_MOST_PARTS = 1000
+_ROWS_OF_PART = 10_000
+"""Of a limit of rows: parts with fewer rows than this would differ much in size."""
 
 Order = Literal["score", "last_step", "last_time", "frequency", "norm"]
 _NEEDS: dict[Order, tuple[Statistic, ...]] = {
@@ -35,7 +42,10 @@ class Expiry:
     """Rules that delete rows. A row is deleted if any rule with a value applies; then the limits of rows."""
 
     every: int
-    """Steps between two expiries: they follow the steps whose number is a multiple of it."""
+    """Steps between the begins of two expiries: they follow the steps whose number is a multiple of it."""
+    spread: int | None = None
+    """Steps that an expiry takes, at most `every`: after each, an equal part of the keys, by hash, is tested. None:
+    `every`, at most 1,000 and at most one step per 10,000 rows of `max_rows` and `min_rows`."""
     unused_steps: int | None = None
     """Delete rows that no step has changed for more than this many steps. Needs the statistic last_step."""
     unused_seconds: int | None = None
@@ -53,11 +63,10 @@ class Expiry:
     click_coeff: float = 1.0
     """Weight of a click in the score."""
     max_rows: int | None = None
-    """Keep at most this many rows: further ones go in `order`. Over ranks each rank keeps at most its equal share,
-    rounded up."""
+    """Keep at most this many rows, over all ranks: further ones go in `order`. Each part of the keys has its share."""
     min_rows: int = 0
-    """Keep at least this many rows, although rules apply to them: those that come last in `order`. Over ranks each rank
-    keeps at least its equal share, rounded up."""
+    """Keep at least this many rows, over all ranks, although rules apply to them: those that come last in `order`. Each
+    part of the keys keeps its share."""
     order: Order | None = None
     """Which rows go first, for `max_rows` and `min_rows`: those with the lowest value, of equal ones the smallest key.
     None: the first of score, last_step, last_time, frequency and norm that the statistics of the table allow."""
@@ -71,6 +80,9 @@ class Expiry:
             require(number and low <= value < math.inf, f"Expiry.{name}", value, rule)
 
         check("every", "a number of steps from 1", True, 1, optional=False)
+        check("spread", "a number of steps from 1", True, 1)
+        fine = self.spread is None or self.spread <= self.every
+        require(fine, "Expiry.spread", self.spread, f"at most every, {self.every} steps")
         check("unused_steps", "a number of steps from 0", True, 0)
         check("unused_seconds", "a number of seconds from 0", True, 0)
         check("min_norm", "a finite number, not negative", False, 0)
@@ -89,9 +101,18 @@ class Expiry:
         if self.decay == 1 and all(rule is None for rule in rules):
             raise ValueError("Expiry has no rule: give at least one, such as unused_steps=10000")
 
-    def due(self, step: int) -> bool:
-        """Return whether an expiry follows this step."""
-        return step % self.every == 0
+    @property
+    def parts(self) -> int:
+        """Number of steps, and of parts of the keys, of one expiry."""
+        if self.spread is not None:
+            return self.spread
+        limits = [rows for rows in (self.max_rows, self.min_rows) if rows]
+        return max(1, min(self.every, _MOST_PARTS, *(rows // _ROWS_OF_PART for rows in limits)))
+
+    def part_after(self, step: int) -> KeyPart | None:
+        """Return the part of the keys that is tested after this step; None: none."""
+        number = step % self.every
+        return KeyPart(number, self.parts) if step >= self.every and number < self.parts else None
 
     def checked(self, statistics: RowStatistics) -> Expiry:
         """Return the rules with their order. Raises `ValueError` if a rule needs a statistic that rows do not have."""
@@ -120,36 +141,58 @@ class Expired:
     """Counters of the expiries of a table, of this process."""
 
     runs: int = 0
+    """Expiries that have ended."""
     rows: int = 0
     """Rows deleted in all."""
     last_rows: int = 0
-    """Rows deleted by the last expiry."""
+    """Rows deleted by the last expiry that this process has run from begin to end."""
     last_kept: int = 0
-    """Rows after the last expiry."""
+    """Rows that this expiry has tested and kept."""
     seconds: float = 0.0
     """Time of all expiries."""
+    _parts: list[tuple[int, int]] = dataclasses.field(default_factory=list, repr=False)
+    """Rows deleted and kept of each part of the current expiry."""
 
-    def add(self, rows: int, kept: int, seconds: float) -> None:
-        """Count one expiry."""
-        self.runs, self.rows, self.seconds = self.runs + 1, self.rows + rows, self.seconds + seconds
-        self.last_rows, self.last_kept = rows, kept
+    def add(self, part: KeyPart, rows: int, kept: int, seconds: float) -> None:
+        """Count one part of an expiry."""
+        self.rows, self.seconds = self.rows + rows, self.seconds + seconds
+        if part.number == 0:
+            self._parts.clear()
+        self._parts.append((rows, kept))
+        if part.number + 1 == part.parts:
+            self.runs += 1
+            if len(self._parts) == part.parts:
+                self.last_rows, self.last_kept = map(sum, zip(*self._parts, strict=True))
 
 
 class Selection:
-    """Chooses the rows to delete, at one step: a `backend.Select`."""
+    """Chooses the rows to delete, at one step, in one part of the keys: a `backend.Select`."""
 
-    def __init__(self, expiry: Expiry, spec: TableSpec, state: StatisticsState, step: int, ranks: int) -> None:
-        """Decay comes first: it changes `state`. `expiry` has an order."""
+    def __init__(
+        self,
+        expiry: Expiry,
+        spec: TableSpec,
+        state: StatisticsState,
+        step: int,
+        part: KeyPart,
+        total: Callable[[int], int] = lambda count: count,
+    ) -> None:
+        """Decay comes first, with the first part: it changes `state`. `expiry` has an order.
+
+        total   returns the sum of a count over all ranks; collective over ranks
+        """
         self.expiry = expiry
+        self.part = part
         self._spec = spec
         self._state = state
         self._step = step
-        self._max_rows = None if expiry.max_rows is None else -(-expiry.max_rows // ranks)
-        self._min_rows = -(-expiry.min_rows // ranks)
+        self._max_rows = None if expiry.max_rows is None else part.share(expiry.max_rows)
+        self._min_rows = part.share(expiry.min_rows)
+        self._total = total
         self.rows = 0
         """Rows that were tested."""
         self._begin = time.perf_counter()
-        if expiry.decay != 1:
+        if expiry.decay != 1 and part.number == 0:
             state.add_decay(expiry.decay)
 
     @property
@@ -158,7 +201,7 @@ class Selection:
         return time.perf_counter() - self._begin
 
     def __call__(self, pieces: Iterator[tuple[Keys, Floats]]) -> Keys:
-        limited = self._max_rows is not None or self._min_rows > 0
+        limited = self.expiry.max_rows is not None or self.expiry.min_rows > 0
         keys, places, condemned = [np.empty(0, np.uint64)], [np.empty(0)], [np.empty(0, np.bool_)]
         for piece, rows in pieces:
             self.rows += len(piece)
@@ -209,12 +252,41 @@ class Selection:
 
     def _limit(self, keys: Keys, places: Doubles, condemned: Mask) -> Keys:
         """Apply the floor to rows that rules condemn, then the cap to the others."""
-        first_to_go = np.lexsort((keys, places))
-        listed = first_to_go[condemned[first_to_go]]
-        spared = max(0, min(len(listed), self._min_rows - (len(keys) - len(listed))))
+        order = np.lexsort((keys, places))
+        keys, places, condemned = keys[order], places[order], condemned[order]
+        rows, listed = self._total(len(keys)), self._total(int(condemned.sum()))
+        spared = max(0, min(listed, self._min_rows - (rows - listed)))
         dead = np.zeros(len(keys), np.bool_)
-        dead[listed[: len(listed) - spared]] = True
+        dead[np.flatnonzero(condemned)[: self._first(places[condemned], keys[condemned], listed - spared)]] = True
         if self._max_rows is not None:
-            alive = first_to_go[~dead[first_to_go]]
-            dead[alive[: max(0, len(alive) - self._max_rows)]] = True
+            excess = max(0, rows - (listed - spared) - self._max_rows)
+            dead[np.flatnonzero(~dead)[: self._first(places[~dead], keys[~dead], excess)]] = True
         return keys[dead]
+
+    def _first(self, places: Doubles, keys: Keys, count: int) -> int:
+        """Return how many of the first `count` rows of all ranks, by place and then key, are of this process.
+
+        places, keys   of this process, in that order
+        Counts rows up to a bound, over all ranks, and halves the range of the bound: at most 128 times.
+        """
+        if count == 0:
+            return 0
+        bits = (places + 0.0).view(np.uint64)  # no negative zero
+        negative = bits >> np.uint64(63) != 0
+        ordered = np.where(negative, ~bits, bits | np.uint64(1 << 63))  # integers in the order of the places
+        bound = self._bound(ordered, count)
+        first, last = np.searchsorted(ordered, bound, "left"), np.searchsorted(ordered, bound, "right")
+        ties = keys[first:last]
+        bound = self._bound(ties, count - self._total(int(first)))
+        return int(first + np.searchsorted(ties, bound, "right"))
+
+    def _bound(self, ascending: npt.NDArray[np.uint64], count: int) -> np.uint64:
+        """Return the least value up to which all ranks together have at least `count` values."""
+        low, high = 0, 2**64 - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self._total(int(np.searchsorted(ascending, np.uint64(middle), "right"))) >= count:
+                high = middle
+            else:
+                low = middle + 1
+        return np.uint64(low)

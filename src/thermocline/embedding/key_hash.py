@@ -1,6 +1,8 @@
-"""Vectorized versions of the key hashes in csrc/util/hash.h."""
+"""Vectorized versions of the key hashes in csrc/util/hash.h, and parts of all keys by hash."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,3 +20,27 @@ def mix64(x: Keys) -> Keys:
 def hash_keys(keys: Keys) -> Keys:
     """Hash each key: `hash_key` of csrc/util/hash.h."""
     return mix64(keys ^ np.uint64(0x9E3779B97F4A7C15))
+
+
+class KeyPart(NamedTuple):
+    """Part `number` of `parts` parts of all keys: hashes from `lo` to `hi`, both inclusive. Parts have equal size."""
+
+    number: int = 0
+    parts: int = 1
+
+    @property
+    def lo(self) -> int:
+        """Smallest hash of the part."""
+        return -(-(self.number << 64) // self.parts)
+
+    @property
+    def hi(self) -> int:
+        """Largest hash of the part."""
+        return -(-((self.number + 1) << 64) // self.parts) - 1
+
+    def share(self, total: int) -> int:
+        """Return the share of the part; the shares of all parts sum to `total`."""
+        return (self.number + 1) * total // self.parts - self.number * total // self.parts
+
+
+ALL_KEYS = KeyPart()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from thermocline.embedding.batch_plan import BatchPlan, Gradient
 from thermocline.errors import BudgetError
 from thermocline.utils.text_format import plural
 
+_order = operator.attrgetter("order")
 _UNDECLARED_BATCHES = 2
 """Batches without a step that are normal: some loops apply a step one batch late."""
 
@@ -51,7 +53,7 @@ class PendingBatches:
                 "a dense parameter that shares its memory: call table.step() before dense gradients are clipped or "
                 "zeroed"
             )
-        return sorted(self.gradients, key=lambda gradient: gradient.order)
+        return sorted(self.gradients, key=_order) if len(self.gradients) > 1 else self.gradients.copy()
 
     def clear(self) -> None:
         """Drop the gradients and release all pins."""
@@ -70,6 +72,9 @@ class PendingBatches:
         again.
         """
         if self._warned:
+            return
+        if not self.gradients and not self._passes:  # the first pass after a step
+            self._passes[id(bag), id(batch)] = 0, self._added
             return
         waiting = {id(gradient.batch) for gradient in self.gradients}
         repeated = self._count_passes(waiting, batch, bag)

@@ -20,9 +20,10 @@ from thermocline.arrays import Floats, Keys, Rows
 from thermocline.embedding.backend import RowHorizon, Select, TierSet, Unrecorded
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, Pooling, ReducedGradients
 from thermocline.embedding.expiry import Selection
+from thermocline.embedding.key_hash import KeyPart
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.reference import ReferenceTable, sum_in_blocks
-from thermocline.embedding.reference_statistics import ReferenceStatistics, expired_keys
+from thermocline.embedding.reference_statistics import ReferenceStatistics, expired_keys, part_of
 from thermocline.embedding.row_statistics import StatisticsState
 from thermocline.embedding.step_rates import StepRates
 from thermocline.embedding.table_spec import TableSpec
@@ -235,17 +236,19 @@ class ReferenceBackend(Unrecorded):
                 row[-1] = self.statistics.decays
         return words.view(np.float32)
 
-    def expire(self, select: Select, store: SsdStore | None) -> Keys:
+    def expire(self, select: Select, store: SsdStore | None, part: KeyPart) -> Keys:
         """See `RowBackend.expire`: by the rules of `reference_statistics.py`."""
         assert isinstance(select, Selection)
-        expiry, select.rows = select.expiry, len(self.table.rows)
-        if expiry.decay != 1:
+        expiry = select.expiry
+        if expiry.decay != 1 and part.number == 0:
             for statistics in self.row_statistics.values():
                 statistics.decay(expiry.decay)
-        rows = {key: self._current().caught_up(key) for key in self.table.rows}
-        dead = expired_keys(
-            rows, self.row_statistics, self.spec.dim, expiry, self.step_count, self.statistics.newest or 0
-        )
+        rows = {
+            key: self._current().caught_up(key) for key in self.table.rows if part_of(key, part.parts) == part.number
+        }
+        select.rows = len(rows)
+        newest = self.statistics.newest or 0
+        dead = expired_keys(rows, self.row_statistics, self.spec.dim, expiry, self.step_count, newest, part)
         for key in dead:
             del self.table.rows[key]
             self.row_statistics.pop(key, None)

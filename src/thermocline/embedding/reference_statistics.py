@@ -39,13 +39,35 @@ class ReferenceStatistics:
             setattr(self, name, value if abs(value) >= 2.0**-100 else np.float32(0))
 
 
+def part_of(key: int, parts: int) -> int:
+    """Return the part of a key: the parts divide the values of its hash (csrc/util/hash.h) into equal ranges."""
+    x = key ^ 0x9E3779B97F4A7C15
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        x = (x ^ x >> 33) * factor % 2**64
+    return (x ^ x >> 33) * parts // 2**64
+
+
 def expired_keys(
-    rows: dict[int, Any], statistics: dict[int, ReferenceStatistics], dim: int, expiry: Expiry, step: int, newest: int
+    rows: dict[int, Any],
+    statistics: dict[int, ReferenceStatistics],
+    dim: int,
+    expiry: Expiry,
+    step: int,
+    newest: int,
+    part: tuple[int, int],
 ) -> set[int]:
-    """Return the keys to delete, after `decay`; rows[key][:dim] are weights."""
+    """Return the keys to delete, after `decay`; rows[key][:dim] are the weights of all rows of a part (number, of how
+    many)."""
+
+    def share(total: int) -> int:
+        number, parts = part
+        return math.floor((number + 1) * total / parts) - math.floor(number * total / parts)
+
+    def statistics_of(key: int) -> ReferenceStatistics:
+        return statistics.get(key, ReferenceStatistics())  # a row that catches up exists before its first step
 
     def score(key: int) -> float:
-        show, click = float(statistics[key].show), float(statistics[key].click)
+        show, click = float(statistics_of(key).show), float(statistics_of(key).click)
         return (show - click) * expiry.nonclick_coeff + click * expiry.click_coeff
 
     def norm(key: int) -> float:
@@ -55,7 +77,7 @@ def expired_keys(
         return math.sqrt(total)
 
     def condemned(key: int) -> bool:
-        s = statistics.get(key, ReferenceStatistics())  # without statistics no rule reads them
+        s = statistics_of(key)
         return (
             (expiry.unused_steps is not None and step - s.last_step > expiry.unused_steps)
             or (expiry.unused_seconds is not None and newest - s.last_time > expiry.unused_seconds)
@@ -66,13 +88,13 @@ def expired_keys(
     def place(key: int) -> tuple[float, int]:
         if expiry.order in ("score", "norm"):
             return (score if expiry.order == "score" else norm)(key), key
-        return float(getattr(statistics[key], str(expiry.order))), key
+        return float(getattr(statistics_of(key), str(expiry.order))), key
 
     ordered = sorted(rows, key=place)
     dead = [key for key in ordered if condemned(key)]
-    while dead and len(rows) - len(dead) < expiry.min_rows:
+    while dead and len(rows) - len(dead) < share(expiry.min_rows):
         dead.pop()
     alive = [key for key in ordered if key not in set(dead)]
     if expiry.max_rows is not None:
-        dead += alive[: max(0, len(alive) - expiry.max_rows)]
+        dead += alive[: max(0, len(alive) - share(expiry.max_rows))]
     return set(dead)

@@ -30,7 +30,7 @@ def rows_to_load(spec: TableSpec, step: int, keys: Any, rows: Any, state: Any) -
     weights, states = split_rows(spec, values)
     weights[:] = floats_of(rows, (len(wanted), spec.dim), "rows")
     if spec.optimizer.catches_up:
-        values.view(np.uint32)[:, -1] = step
+        values.view(np.uint32)[:, spec.trained_floats - 1] = step
     if state is None:
         states[:] = initial_state(spec.optimizer)
         return wanted, values

@@ -162,8 +162,19 @@ def parse_statistics(note: bytes) -> dict[str, Any] | None:
 # ---- from batches
 
 
-def newest_time(table: str, batches: Sequence[Batch]) -> int | None:
-    """Return the newest event time of batches; None: they have no example."""
+def limited_time(times: Offsets, watermark: int | None, max_jump: int | None) -> int:
+    """Return the newest of event times, but at most `max_jump` seconds after the watermark; without a watermark, after
+    the oldest of them."""
+    newest = int(times.max())
+    if max_jump is None:
+        return newest
+    return min(newest, (int(times.min()) if watermark is None else watermark) + max_jump)
+
+
+def newest_time(
+    table: str, batches: Sequence[Batch], watermark: int | None = None, max_jump: int | None = None
+) -> int | None:
+    """Return the newest event time of batches, see `limited_time`; None: they have no example."""
     batches = [batch for batch in batches if batch.examples]
     for batch in batches:
         if batch.time is None:
@@ -171,7 +182,20 @@ def newest_time(table: str, batches: Sequence[Batch]) -> int | None:
                 f"table {table!r} keeps the statistic last_time, but a batch has no event time: set Batch.time to the "
                 "seconds of each example (data.time in a config), or leave last_time out of statistics"
             )
-    return max((int(batch.time.max()) for batch in batches if batch.time is not None), default=None)
+    times = [batch.time for batch in batches if batch.time is not None]
+    return limited_time(np.concatenate(times), watermark, max_jump) if times else None
+
+
+def example_click_units(table: str, gradients: Sequence[Gradient]) -> Offsets:
+    """Return `click_units`, but one per example if all examples have the same number of rows of the gradients."""
+    first = gradients[0]
+    if len(gradients) > 1 or first.spec.pooling == "none":
+        return click_units(table, gradients)
+    key = "click units"
+    if key not in first.batch.prepared:
+        first.batch.prepared[key] = _label_units(table, first.batch)
+    units: Offsets = first.batch.prepared[key]
+    return units
 
 
 def click_units(table: str, gradients: Sequence[Gradient]) -> Offsets:

@@ -27,6 +27,7 @@ from thermocline.embedding.batch_plan import (
 )
 from thermocline.embedding.expiry import Expired, Expiry, Selection
 from thermocline.embedding.initializers import Initial, Uniform
+from thermocline.embedding.key_hash import ALL_KEYS, KeyPart
 from thermocline.embedding.open_table import OpenTable
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.pending import PendingBatches
@@ -149,10 +150,6 @@ class Table(OpenTable):
         )  # fmt: skip
         kept = RowStatistics.of(statistics)
         require_type(expiry, Expiry | None, "expiry", "a tc.Expiry, such as Expiry(every=1000, unused_steps=10000)")
-        require(
-            not kept or not optimizer.catches_up, f"{type(optimizer).__name__}.lazy", optimizer.lazy,
-            '"touched" with statistics: rows that catch up have none yet',
-        )  # fmt: skip
         row_bytes = stored.row_bytes(dim, optimizer) + kept.bytes
         self.spec = TableSpec(
             name=name,
@@ -184,7 +181,9 @@ class Table(OpenTable):
         self.expired = Expired()
         """What expiry has deleted since the table was opened."""
         self.on_expired: list[Callable[[Keys], None]] = []
-        """Called with the keys of this process that an expiry has deleted."""
+        """Called with the keys of this process that an expiry has deleted after a step, if there are any."""
+        self.max_time_jump: int | None = None
+        """Most seconds by which the event time of a step may exceed the newest one before; None: no limit."""
         self.lr = optimizer.lr
         """Learning rate of the next steps."""
         self.pipelines: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -204,9 +203,7 @@ class Table(OpenTable):
         """Which keys get a row; None: all that are trained."""
         self._admission: AdmissionBackend | None = None
         if admission is not None:
-            from thermocline.embedding.admission_backend import AdmissionBackend
-
-            self._admission = AdmissionBackend(cast(LocalBackend, self.backend), self.spec, admission)
+            self._admission = self._make_admission(admission)
             self._admission.may_forget = self.expiry is not None
             self.backend = cast(RowBackend, self._admission)
         self._open_version()
@@ -325,6 +322,12 @@ class Table(OpenTable):
 
     # ---- admission
 
+    def _make_admission(self, admission: Admission) -> AdmissionBackend:
+        """Make the layer above the backend that decides which keys get a row."""
+        from thermocline.embedding.admission_backend import AdmissionBackend
+
+        return AdmissionBackend(cast(LocalBackend, self.backend), self.spec, admission)
+
     @property
     def admission_stats(self) -> core.AdmissionStats | None:
         """Counters of admission since the table was opened, and its memory; None: the table has no admission."""
@@ -334,10 +337,11 @@ class Table(OpenTable):
         """Return the state of this process that a checkpoint saves beside rows, as of the last step."""
         return {} if self._admission is None else {"admission": self._admission.state()}
 
-    def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `rank_state`, after the rows."""
+    def load_rank_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the results of `rank_state` of the processes that had this one's rows, after the rows."""
         if self._admission is not None:
-            self._admission.load_state(state.get("admission"))
+            saved = [state["admission"] for state in states if "admission" in state]
+            self._admission.load_state(saved, self.owns)
 
     def pin(self, window: RowWindow) -> None:
         """See `RowBackend.pin`. The error names passes of the training loop that hold rows, if there are any."""
@@ -478,8 +482,8 @@ class Table(OpenTable):
                 norm = abs(scale) * self.gradient_norm()
                 scale *= max_norm / norm if norm > max_norm else 1.0
             if not self._idle:
-                if "last_time" in self.spec.statistics:
-                    self.backend.statistics.set_time(self._newest_time())
+                if not self.backend.recording:
+                    self.set_step_time([gradient.batch for gradient in self._pending.gradients])
                 if self._reduced is not None:
                     self.backend.apply(self._reduced, step, rate, scale)
                 else:
@@ -489,18 +493,27 @@ class Table(OpenTable):
                 self.step_count = step
         finally:
             self.discard_gradients()
-        if self.expiry is not None and self.step_count == step and self.expiry.due(step):
-            self.expire(self.expiry)
+        if self.step_count == step and not self.backend.recording:
+            self.expire_after_step()
         return norm
 
-    def _newest_time(self) -> int | None:
-        """Return the newest event time of the step's batches, of all ranks; None: they have no example. Collective."""
-        time = newest_time(self.name, [gradient.batch for gradient in self._pending.gradients])
-        if self.groups is None:
-            return time
-        none = np.iinfo(np.int64).min
-        newest = int(self.groups.train.all_gather(np.array([none if time is None else time]), "event time").max())
-        return None if newest == none else newest
+    def set_step_time(self, batches: Sequence[Batch]) -> None:
+        """Set the event time of the next step: the newest one of its batches, of all ranks. `step` does so, except
+        while it is recorded. Collective over ranks."""
+        if "last_time" not in self.spec.statistics:
+            return
+        time = newest_time(self.name, batches, self.backend.statistics.newest, self.max_time_jump)
+        if self.groups is not None:
+            none = np.iinfo(np.int64).min
+            newest = int(self.groups.train.all_gather(np.array([none if time is None else time]), "event time").max())
+            time = None if newest == none else newest
+        self.backend.statistics.set_time(time)
+
+    def expire_after_step(self) -> None:
+        """Run the part of an expiry that follows step `step_count`. `step` does so, except while it is recorded."""
+        part = None if self.expiry is None else self.expiry.part_after(self.step_count)
+        if self.expiry is not None and part is not None:
+            self._expire(self.expiry, part)
 
     def expire(self, expiry: Expiry) -> int:
         """Delete rows by the rules of `expiry` now, whatever its `every`; return their number. Between steps.
@@ -511,18 +524,27 @@ class Table(OpenTable):
         self._require_no_gradients("expire()")
         if self._admission is not None and self.expiry is None:
             self._admission.require_no_planner("expire() of a table without expiry=...")
-        ranks = 1 if self.groups is None else self.groups.topology.world
-        selection = Selection(
-            expiry.checked(self.spec.statistics), self.spec, self.backend.statistics, self.step_count, ranks
-        )
-        keys = self.backend.expire(selection, self.checkpoint_store)
-        self._history, self._history_begun = self._new_history(), True
-        self.expired.add(len(keys), selection.rows - len(keys), selection.seconds)
-        if self._admission is not None:
+        deleted = self._expire(expiry.checked(self.spec.statistics), ALL_KEYS)
+        self._history, self._history_begun = self._new_history(), True  # step_count alone does not tell these rows
+        return deleted
+
+    def _expire(self, expiry: Expiry, part: KeyPart) -> int:
+        """Delete rows of a part of the keys; return their number."""
+        selection = Selection(expiry, self.spec, self.backend.statistics, self.step_count, part, self._total)
+        keys = self.backend.expire(selection, self.checkpoint_store, part)
+        self.expired.add(part, len(keys), selection.rows - len(keys), selection.seconds)
+        if self._admission is not None and (len(keys) or self.groups is not None):
             self._admission.forget(keys)
-        for called in self.on_expired:
-            called(keys)
+        if len(keys):
+            for called in self.on_expired:
+                called(keys)
         return len(keys)
+
+    def _total(self, count: int) -> int:
+        """Return the sum of a count over the ranks. Collective."""
+        if self.groups is None:
+            return count
+        return int(self.groups.train.all_gather(np.array([count]), "counting rows").sum())
 
     @property
     def _idle(self) -> bool:

@@ -1,7 +1,7 @@
 """catch_up_rows: replay the steps that rows missed, in place: the arithmetic of `catch_up` in csrc/dram/kernels.h.
 
-The last word of a row is the number of the last step that it includes, as int32. One program replays the steps of a few
-rows, as many as the row that missed the most needs.
+The word after the optimizer's state is the number of the last step that the row includes, as int32. One program replays
+the steps of a few rows, as many as the row that missed the most needs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _replay(
 @kernel(do_not_specialize=["count", "limit", "target", "stamp"])
 def _catch_up_kernel(
     rows, words, slots, counts, dirty, rates, constants, count, limit, target, stamp,
-    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr,
+    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, LAST: tl.constexpr,
     LISTED: tl.constexpr, COUNTED: tl.constexpr, MARK: tl.constexpr, ITEMS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
@@ -70,14 +70,14 @@ def _catch_up_kernel(
     slot = item.to(tl.int64)
     if LISTED:
         slot = tl.load(slots + item, mask=live, other=0).to(tl.int64)
-    last = tl.load(words + slot * STRIDE + (STRIDE - 1), mask=live, other=0)
+    last = tl.load(words + slot * STRIDE + LAST, mask=live, other=0)
     live = live & (last < stamp)
     begin = tl.where(live, tl.maximum(last, target - limit), target)
     if tl.min(begin, axis=0) < target:
         _replay(
             rows, slot, live, begin, rates, constants, limit, target, OPTIMIZER, DECAY, DIM, STRIDE, COLS,
         )  # fmt: skip
-    tl.store(words + slot * STRIDE + (STRIDE - 1), tl.full([ITEMS], 0, tl.int32) + stamp, mask=live)
+    tl.store(words + slot * STRIDE + LAST, tl.full([ITEMS], 0, tl.int32) + stamp, mask=live)
     if MARK:
         tl.store(dirty + slot, tl.full([ITEMS], 1, tl.uint8), mask=live)
 
@@ -96,7 +96,7 @@ def catch_up_rows(
 ) -> None:
     """Bring rows to step `target`, at most by the last `limit` steps that they missed.
 
-    rows     float32[slots, dim + state + 1], contiguous: an arena, or copies of rows
+    rows     float32[slots, dim + state + 1 or more], contiguous: an arena, or copies of rows. Statistics may follow
     step     constants that all steps share; its `number` and rates have no effect
     rates    float32[2, limit]: of step n at index n % limit, see `StepRates.ring`
     slots    int32: the rows to catch up; None: all. No slot may repeat
@@ -104,9 +104,9 @@ def catch_up_rows(
     dirty    uint8[slots]: set to 1 for each row that was not as of `stamp`
     stamp    stored as the last step of these rows: `target`, or the step that is applied next
     """
-    words = dim + state_floats(step.optimizer, dim) + 1
-    if rows.dtype != torch.float32 or not rows.is_contiguous() or rows.shape[1] != words:
-        raise ValueError(f"rows are {rows.dtype}{list(rows.shape)}: must be contiguous float32[.., {words}]")
+    last = dim + state_floats(step.optimizer, dim)
+    if rows.dtype != torch.float32 or not rows.is_contiguous() or rows.shape[1] <= last:
+        raise ValueError(f"rows are {rows.dtype}{list(rows.shape)}: must be contiguous float32[.., {last + 1} or more]")
     count = len(rows) if slots is None else len(slots)
     if count == 0:
         return
@@ -115,7 +115,7 @@ def catch_up_rows(
         rows, rows.view(torch.int32), rows if slots is None else slots, rows if counts is None else counts,
         rows if dirty is None else dirty, rates, step.constants, count, rates.shape[1], target,
         target if stamp is None else stamp,
-        OPTIMIZER=step.optimizer, DECAY=step.weight_decay != 0, DIM=dim, STRIDE=rows.shape[1],
+        OPTIMIZER=step.optimizer, DECAY=step.weight_decay != 0, DIM=dim, STRIDE=rows.shape[1], LAST=last,
         LISTED=slots is not None, COUNTED=counts is not None, MARK=dirty is not None,
         ITEMS=items, COLS=row_block(dim), num_warps=1, **EXACT,
     )  # fmt: skip

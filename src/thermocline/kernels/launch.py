@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -76,17 +76,7 @@ class Kernel:
     def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """Launch on the current stream of the current device."""
         device = torch.cuda.current_device()
-        key: list[Any] = [device, *constants, *constants.values()]
-        values = []
-        for arg, specialized in zip(args, self._specialized, strict=False):
-            if isinstance(arg, torch.Tensor):
-                pointer = arg.data_ptr()
-                key += (arg.dtype, pointer % 16 == 0)
-                values.append(pointer)
-            else:
-                key.append(_kind(arg, specialized))
-                values.append(arg)
-        combination = tuple(key)
+        combination, values = self._combination(device, args, constants)
         known = self._compiled.get(combination)
         if _compilers and (pool := _compilers.get(threading.get_ident())) is not None:
             if known is None and combination not in self._compiling:
@@ -101,6 +91,35 @@ class Kernel:
         x, y = grid[0], grid[1] if len(grid) > 1 else 1
         stream = torch._C._cuda_getCurrentRawStream(device)
         run(x, y, 1, stream, function, metadata, None, None, None, *values, *tail)
+
+    def _combination(
+        self, device: int, args: tuple[Any, ...], constants: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], list[Any]]:
+        """Return what the choice of a compiled kernel depends on, and the arguments with addresses for tensors."""
+        key: list[Any] = [device, *constants, *constants.values()]
+        values = []
+        for arg, specialized in zip(args, self._specialized, strict=False):
+            if isinstance(arg, torch.Tensor):
+                pointer = arg.data_ptr()
+                key += (arg.dtype, pointer % 16 == 0)
+                values.append(pointer)
+            else:
+                key.append(_kind(arg, specialized))
+                values.append(arg)
+        return tuple(key), values
+
+    def handles(self, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, Any, Any, list[Any]] | None:
+        """Return what a launch with these arguments calls, and all its values; None: it was not launched before."""
+        combination, values = self._combination(torch.cuda.current_device(), args, constants)
+        known = self._compiled.get(combination)
+        if known is None:
+            return None
+        run, function, metadata, tail = known
+        return run, function, metadata, [*values, *tail]
+
+    def specializes(self, argument: int) -> bool:
+        """Whether a kernel is compiled for each of several kinds of an integer at this position."""
+        return self._specialized[argument]
 
     def _compile(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
         """Launch through Triton; return the C launcher, its handles, and the values of the constants."""
@@ -123,6 +142,70 @@ class Kernel:
         if not all(self._constants[len(args) :]) or not all(name in constants for name in names):
             raise TypeError(f"{self._function.arg_names}: pass all but constexpr arguments by position")
         return tuple(constants[name] for name in names)
+
+
+OPEN = object()
+"""Stands for an argument of a `RepeatedLaunch` that each launch has its own value of."""
+
+
+class RepeatedLaunch:
+    """A kernel with all its arguments but the open ones: a launch costs the host a third of one of `Kernel`.
+
+    Open arguments are tensors of one dtype, integers that are not specialized, and tuples of floats, or tensors in
+    place of these. Fixed tensors are kept alive.
+    """
+
+    __slots__ = ("_args", "_constants", "_device", "_handles", "_kernel", "_open", "_types")
+
+    def __init__(self, kernel: Any, args: Sequence[Any], constants: dict[str, Any]) -> None:
+        self._kernel, self._args, self._constants = kernel, list(args), constants
+        self._open = [i for i, arg in enumerate(args) if arg is OPEN]
+        self._handles: tuple[Any, Any, Any, list[Any]] | None = None
+        self._types: list[type] = []
+        self._device = -1
+
+    def __call__(self, x: int, y: int, *given: Any) -> None:
+        """Launch x times y programs on the current stream with these values of the open arguments, in order."""
+        values = self._values(given)
+        if values is None:
+            self._launch_first(x, y, given)
+        else:
+            run, function, metadata, _ = self._handles  # type: ignore[misc]
+            stream = torch._C._cuda_getCurrentRawStream(self._device)
+            run(x, y, 1, stream, function, metadata, None, None, None, *values)
+
+    def _values(self, given: tuple[Any, ...]) -> list[Any] | None:
+        """Return all values of a launch; None: another compiled kernel may be needed than that of the last launch."""
+        if self._handles is None or self._device != torch._C._cuda_getDevice() or _compilers:
+            return None
+        values = self._handles[3].copy()
+        for i, value, kind in zip(self._open, given, self._types, strict=True):
+            if isinstance(value, torch.Tensor):
+                pointer = values[i] = value.data_ptr()
+                if pointer % 16 or kind is not torch.Tensor:
+                    return None
+            elif type(value) is not kind or (isinstance(value, int) and not -(2**31) <= value < 2**31):
+                return None
+            else:
+                values[i] = value
+        return values
+
+    def _launch_first(self, x: int, y: int, given: tuple[Any, ...]) -> None:
+        args = self._args.copy()
+        for i, value in zip(self._open, given, strict=True):
+            args[i] = value
+        self._kernel[(x, y)](*args, **self._constants)
+        if INTERPRETED or _compilers:
+            return
+        for i, value in zip(self._open, given, strict=True):
+            if isinstance(value, torch.Tensor):
+                if value.data_ptr() % 16:
+                    return
+            elif isinstance(value, int) and (self._kernel.specializes(i) or not -(2**31) <= value < 2**31):
+                return
+        self._handles = self._kernel.handles(tuple(args), self._constants)
+        self._types = [torch.Tensor if isinstance(value, torch.Tensor) else type(value) for value in given]
+        self._device = torch.cuda.current_device()
 
 
 def _handles(compiled: Any, tail: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 
 from thermocline.kernels.codec import Codec, codec_number, decode_reference, load_weights
-from thermocline.kernels.launch import EXACT, blocks, kernel, row_block, tile_rows
+from thermocline.kernels.launch import EXACT, OPEN, RepeatedLaunch, blocks, kernel, row_block, tile_rows
 from thermocline.kernels.ordered_sum import sum_rows
 
 GATHER_ELEMENTS, POOL_ELEMENTS = 512, 256
@@ -67,33 +67,54 @@ def pool_rows(
     factors   float32[ids], multiplied with the rows; None if all are 1
     out       float32[bags, dim], contiguous: where to write the result
     """
-    number = codec_number(weights, codec)
-    if offsets is None and mean:
-        raise ValueError("mean=True needs offsets: without them every id is one bag")
-    dim = weights.shape[1] if codec is None else codec.dim
-    bags = len(slots) if offsets is None else len(offsets) - 1
-    if out is None:
-        out = torch.empty(bags, dim, dtype=torch.float32, device=weights.device)
-    elif out.shape != (bags, dim) or out.dtype != torch.float32 or not out.is_contiguous():
-        raise ValueError(f"out is {out.dtype}{list(out.shape)}: must be contiguous float32[{bags}, {dim}]")
-    if bags == 0:
+    return Pooling(weights, slots, offsets, factors, mean=mean, codec=codec)(out)
+
+
+class Pooling:
+    """`pool_rows` of rows, slots, offsets and factors at fixed addresses, which it keeps alive: cheap to repeat."""
+
+    __slots__ = ("_device", "_launch", "_programs", "_shape")
+
+    def __init__(
+        self,
+        weights: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor | None,
+        factors: torch.Tensor | None,
+        *,
+        mean: bool,
+        codec: Codec | None,
+    ) -> None:
+        number = codec_number(weights, codec)
+        if offsets is None and mean:
+            raise ValueError("mean=True needs offsets: without them every id is one bag")
+        dim = weights.shape[1] if codec is None else codec.dim
+        bags = len(slots) if offsets is None else len(offsets) - 1
+        self._device, self._shape = weights.device, (bags, dim)
+        items = tile_rows(dim, GATHER_ELEMENTS if offsets is None else POOL_ELEMENTS)
+        self._programs = blocks(bags, items)
+        constants = {
+            "DIM": dim, "STRIDE": weights.stride(0), "WEIGHTED": factors is not None, "CODEC": number,
+            "COLS": row_block(dim), "ITEMS": items, "num_warps": 1, **EXACT,
+        }  # fmt: skip
+        scale = weights if codec is None else codec.scale
+        factors = weights if factors is None else factors
+        if offsets is None:
+            self._launch = RepeatedLaunch(_gather_kernel, (weights, slots, factors, OPEN, bags, scale), constants)
+        else:
+            arguments = (weights, slots, factors, offsets, OPEN, bags, scale)
+            self._launch = RepeatedLaunch(_pool_kernel, arguments, {**constants, "MEAN": mean})
+
+    def __call__(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Pool on the current stream into `out`, or into a new tensor."""
+        shape = self._shape
+        if out is None:
+            out = torch.empty(shape, dtype=torch.float32, device=self._device)
+        elif out.shape != shape or out.dtype != torch.float32 or not out.is_contiguous():
+            raise ValueError(f"out is {out.dtype}{list(out.shape)}: must be contiguous float32{list(shape)}")
+        if shape[0]:
+            self._launch(self._programs, 1, out)
         return out
-    common = {"DIM": dim, "STRIDE": weights.stride(0), "WEIGHTED": factors is not None, "CODEC": number}
-    common["COLS"] = row_block(dim)
-    scale = weights if codec is None else codec.scale
-    factors = weights if factors is None else factors
-    if offsets is None:
-        items = tile_rows(dim, GATHER_ELEMENTS)
-        _gather_kernel[(blocks(bags, items),)](
-            weights, slots, factors, out, bags, scale, **common, ITEMS=items, num_warps=1, **EXACT,
-        )  # fmt: skip
-    else:
-        items = tile_rows(dim, POOL_ELEMENTS)
-        _pool_kernel[(blocks(bags, items),)](
-            weights, slots, factors, offsets, out, bags, scale,
-            **common, MEAN=mean, ITEMS=items, num_warps=1, **EXACT,
-        )  # fmt: skip
-    return out
 
 
 def pool_rows_reference(

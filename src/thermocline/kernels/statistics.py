@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton.language as tl
 
@@ -15,6 +18,8 @@ from thermocline.kernels.launch import EXACT, blocks, kernel
 from thermocline.kernels.segments import Segments
 
 _ITEMS = 128
+_HEAD = 5
+"""Words of a `StoredStatistics` before its runs."""
 _LEAST = tl.constexpr(2.0**-100)
 _CLICK_UNIT = tl.constexpr(2.0**-16)
 
@@ -37,13 +42,44 @@ class StatisticsStep:
         """Number of decays so far."""
         return self.runs[-1][0] if self.runs else 0
 
+    def content(self) -> npt.NDArray[np.int32]:
+        """Return the words of a `StoredStatistics`. Raises ValueError if there are more runs than it has place for."""
+        if len(self.runs) > StoredStatistics.RUNS:
+            raise ValueError(f"{len(self.runs)} runs of decays: a stored step has place for {StoredStatistics.RUNS}")
+        words = np.zeros(StoredStatistics.WORDS, np.int64)
+        words[:_HEAD] = self.number, self.time, self.time >> 32, self.decays, len(self.runs)
+        words[_HEAD : _HEAD + len(self.runs)] = [end for end, _ in self.runs]
+        stored = words.astype(np.int32)
+        stored[_HEAD + StoredStatistics.RUNS :][: len(self.runs)].view(np.float32)[:] = [run[1] for run in self.runs]
+        return stored
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredStatistics:
+    """A `StatisticsStep` in device memory, for launches that are recorded once and replayed for every step."""
+
+    RUNS: ClassVar[int] = 64
+    """Most runs of decays."""
+    WORDS: ClassVar[int] = _HEAD + 2 * RUNS
+
+    names: Sequence[str]
+    words: int
+    memory: torch.Tensor
+    """int32[WORDS]: number, time (two words), decays, number of runs; then the ends of runs, then their factors."""
+
 
 @kernel(do_not_specialize=["first", "count", "runs", "number", "time_low", "time_high", "decays"])
 def _statistics_kernel(
-    words, slots, occurrences, limit, ends, factors, first, count, runs, number, time_low, time_high, decays,
+    words, slots, occurrences, limit, ends, factors, stored, first, count, runs, number, time_low, time_high, decays,
     FREQUENCY: tl.constexpr, LAST_STEP: tl.constexpr, LAST_TIME: tl.constexpr, SHOW: tl.constexpr, CLICK: tl.constexpr,
-    STRIDE: tl.constexpr, ITEMS: tl.constexpr,
+    STRIDE: tl.constexpr, STORED: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
+    if STORED:
+        number = tl.load(stored)
+        time_low = tl.load(stored + 1)
+        time_high = tl.load(stored + 2)
+        decays = tl.load(stored + 3)
+        runs = tl.load(stored + 4)
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     live = item < tl.minimum(count, tl.load(limit))
     slot = tl.load(slots + item, mask=live, other=0).to(tl.int64)
@@ -104,14 +140,15 @@ def count_occurrences(segments: Segments, grad_rows: torch.Tensor | None, units:
     result[:, 0] = starts.diff()
     if units is not None:
         sums = torch.zeros(len(rows) + 1, dtype=torch.int64, device=starts.device)
-        torch.cumsum(units[rows.long()], 0, out=sums[1:])
+        # Of a recorded step, elements past the ids are undefined: their sums are not used.
+        torch.cumsum(units[rows.long().clamp(0, len(units) - 1)], 0, out=sums[1:])
         result[:, 1] = sums[starts[1:]] - sums[starts[:-1]]
     return result
 
 
 def update_statistics(
     arena: torch.Tensor, slots: torch.Tensor, occurrences: torch.Tensor, limit: torch.Tensor | None,
-    step: StatisticsStep,
+    step: StatisticsStep | StoredStatistics,
 ) -> None:  # fmt: skip
     """Apply the occurrences of one step to rows slots[i] of the arena, in place. No slot may repeat.
 
@@ -123,16 +160,23 @@ def update_statistics(
         return
     if limit is None:
         limit = torch.full((1,), count, dtype=torch.int32, device=arena.device)
-    ends, factors = limit, arena  # placeholders
-    if step.runs:
-        ends = torch.tensor([end for end, _ in step.runs], dtype=torch.int32, device=arena.device)
-        factors = torch.tensor([factor for _, factor in step.runs], device=arena.device)
+    ends, factors, stored = limit, arena, limit  # placeholders
+    scalars: tuple[int, ...] = (0, 0, 0, 0, 0)
+    if isinstance(step, StoredStatistics):
+        stored, ends = step.memory, step.memory[_HEAD:]
+        factors = step.memory[_HEAD + step.RUNS :].view(torch.float32)
+    else:
+        scalars = len(step.runs), *map(_signed, (step.number, step.time, step.time >> 32, step.decays))
+        if step.runs:
+            ends = torch.tensor([end for end, _ in step.runs], dtype=torch.int32, device=arena.device)
+            factors = torch.tensor([factor for _, factor in step.runs], device=arena.device)
     names = step.names
     _statistics_kernel[(blocks(count, _ITEMS),)](
-        arena.view(torch.int32), slots, occurrences, limit, ends, factors, arena.shape[1] - step.words, count,
-        len(step.runs), _signed(step.number), _signed(step.time), _signed(step.time >> 32), _signed(step.decays),
+        arena.view(torch.int32), slots, occurrences, limit, ends, factors, stored, arena.shape[1] - step.words, count,
+        *scalars,
         FREQUENCY="frequency" in names, LAST_STEP="last_step" in names, LAST_TIME="last_time" in names,
-        SHOW="show" in names, CLICK="click" in names, STRIDE=arena.stride(0), ITEMS=_ITEMS, num_warps=4, **EXACT,
+        SHOW="show" in names, CLICK="click" in names, STRIDE=arena.stride(0),
+        STORED=isinstance(step, StoredStatistics), ITEMS=_ITEMS, num_warps=4, **EXACT,
     )  # fmt: skip
 
 

@@ -8,6 +8,9 @@ are the two halves. There are no atomics on floats: each row is written by one p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +24,7 @@ from thermocline.kernels.codec import (
     scale_gradient_reference,
     store_weights,
 )
-from thermocline.kernels.launch import EXACT, blocks, kernel, row_block, tile_rows
+from thermocline.kernels.launch import EXACT, OPEN, RepeatedLaunch, blocks, kernel, row_block, tile_rows
 from thermocline.kernels.optimizer_rules import (
     NONE,
     ROW_WISE_ADAGRAD,
@@ -189,8 +192,8 @@ def update_rows(
     coefs      float32[ids], in the same order: factor of each gradient; None if all are 1
     dirty      uint8[slots]: set to 1 for each row of `segments`
     """
-    _check_rows(weights, state, step, codec)
-    _launch(weights, state, None, segments, grads, grad_rows, coefs, step, codec, dirty)
+    update = RowUpdate(weights, state, segments, grad_rows, coefs, step, codec, dirty)
+    update(grads, step.constants, step.number, segments.sizes)
 
 
 def sum_gradients(
@@ -202,7 +205,8 @@ def sum_gradients(
     undefined.
     """
     out = torch.empty(segments.sizes[0], grads.shape[1], dtype=torch.float32, device=grads.device)
-    _launch(out, None, out, segments, grads, grad_rows, coefs, _NO_STEP, None, None)
+    update = RowUpdate(out, None, segments, grad_rows, coefs, _NO_STEP, out=out)
+    update(grads, _NO_STEP.constants, _NO_STEP.number, segments.sizes)
     return out
 
 
@@ -222,52 +226,91 @@ def apply_gradients(
         return
     items = _items(dim, step)
     _apply_kernel[(blocks(count, items),)](
-        weights, weights if state is None else state, sums, slots, count, *_common(weights, step, codec, dirty),
+        weights, weights if state is None else state, sums, slots, count,
+        *_common(weights, codec, dirty, step.constants, step.number),
         **_layout(weights, state, step, codec, dirty), ITEMS=items, COLS=row_block(dim), **_LAUNCH,
     )  # fmt: skip
 
 
-def _launch(
-    weights: torch.Tensor,
-    state: torch.Tensor | None,
-    out: torch.Tensor | None,
-    segments: Segments,
-    grads: torch.Tensor,
-    grad_rows: torch.Tensor | None,
-    coefs: torch.Tensor | None,
-    step: OptimizerStep | StoredStep,
-    codec: Codec | None,
-    dirty: torch.Tensor | None,
-) -> None:
-    dim = weights.shape[1] if codec is None else codec.dim
-    if grads.dtype != torch.float32 or not grads.is_contiguous() or grads.dim() != 2 or grads.shape[1] != dim:
-        raise ValueError(f"grads are {grads.dtype}{list(grads.shape)}: must be contiguous float32[.., {dim}]")
-    count, hot, hot_blocks = segments.sizes
-    if count == 0:
-        return
-    items = _items(dim, step)
-    sums = weights if out is None else out  # `weights` is a placeholder
-    partial = torch.empty(hot_blocks, dim, dtype=torch.float32, device=grads.device)
-    common = _common(weights, step, codec, dirty)
-    layout = _layout(weights, state, step, codec, dirty)
-    states = weights if state is None else state
-    block_programs = -(-hot_blocks // items)
-    _update_kernel[(block_programs + blocks(count, items),)](
-        weights, states, sums, partial, segments.starts, segments.slots, segments.block_starts, segments.block_ends,
-        segments.counts, segments.order if grad_rows is None else grad_rows, grads if coefs is None else coefs, grads,
-        count, hot_blocks, block_programs, *common,
-        **layout, WEIGHTED=coefs is not None, ITEMS=items, COLS=row_block(dim), **_LAUNCH,
-    )  # fmt: skip
-    if hot:
+class RowUpdate:
+    """`update_rows` of rows, segments, grad_rows and coefs at fixed addresses, which it keeps alive: cheap to repeat.
+
+    `segments` may be of another batch at each call: sizes are given with the call.
+    """
+
+    __slots__ = ("_dim", "_hot", "_hot_columns", "_hot_items", "_items", "_partial", "_rows", "_weighted")
+
+    def __init__(
+        self,
+        weights: torch.Tensor,
+        state: torch.Tensor | None,
+        segments: Segments,
+        grad_rows: torch.Tensor | None,
+        coefs: torch.Tensor | None,
+        step: OptimizerStep | StoredStep,
+        codec: Codec | None = None,
+        dirty: torch.Tensor | None = None,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        """
+        step   of the same optimizer as the steps of all calls, and stored if they are
+        out    where to store the sums instead of applying them
+        """
+        _check_rows(weights, state, step, codec)
+        dim = self._dim = weights.shape[1] if codec is None else codec.dim
+        sums = weights if out is None else out  # `weights` is a placeholder
+        device = weights.device
+        self._partial = torch.empty(segments.sizes[2], dim, dtype=torch.float32, device=device)
+        common = _common(weights, codec, dirty)
+        layout = _layout(weights, state, step, codec, dirty)
+        states = weights if state is None else state
+        self._items, self._weighted = _items(dim, step), coefs is not None
+        self._rows = RepeatedLaunch(
+            _update_kernel,
+            (
+                weights, states, sums, self._partial, segments.starts, segments.slots, segments.block_starts,
+                segments.block_ends, segments.counts, segments.order if grad_rows is None else grad_rows,
+                OPEN if coefs is None else coefs, OPEN, OPEN, OPEN, OPEN, *common,
+            ),
+            {**layout, "WEIGHTED": coefs is not None, "ITEMS": self._items, "COLS": row_block(dim), **_LAUNCH},
+        )  # fmt: skip
         # Hot rows are few and their sums long: with one column per thread, more of them run in parallel.
         # A mean over the row or a row scale needs the whole row in one program.
         whole = step.optimizer == ROW_WISE_ADAGRAD or (codec is not None and codec.row_scaled)
         cols = row_block(dim) if whole else min(32, row_block(dim))
-        items = tile_rows(cols, 32)
-        _hot_kernel[(blocks(hot, items), blocks(dim, cols))](
-            weights, states, sums, partial, segments.hot, segments.hot_blocks, segments.slots, segments.counts, hot,
-            *common, **layout, ITEMS=items, COLS=cols, **_LAUNCH,
+        self._hot_items, self._hot_columns = tile_rows(cols, 32), blocks(dim, cols)
+        self._hot = RepeatedLaunch(
+            _hot_kernel,
+            (
+                weights, states, sums, self._partial, segments.hot, segments.hot_blocks, segments.slots,
+                segments.counts, OPEN, *common,
+            ),
+            {**layout, "ITEMS": self._hot_items, "COLS": cols, **_LAUNCH},
         )  # fmt: skip
+
+    def __call__(
+        self, grads: torch.Tensor, constants: tuple[float, ...] | torch.Tensor, number: Any, sizes: Sequence[int]
+    ) -> None:
+        """Apply a step on the current stream.
+
+        constants, number   those of an `OptimizerStep` or `StoredStep`
+        sizes               `Segments.sizes`: not more than those of the segments given before
+        """
+        if grads.dtype != torch.float32 or not grads.is_contiguous() or grads.dim() != 2 or grads.shape[1] != self._dim:
+            raise ValueError(f"grads are {grads.dtype}{list(grads.shape)}: must be contiguous float32[.., {self._dim}]")
+        count, hot, hot_blocks = sizes
+        if count == 0:
+            return
+        items = self._items
+        block_programs = -(-hot_blocks // items)
+        placeholder = () if self._weighted else (grads,)  # in place of coefs
+        self._rows(
+            block_programs + -(-count // items), 1, *placeholder, grads, count, hot_blocks, block_programs, constants,
+            number,
+        )  # fmt: skip
+        if hot:
+            self._hot(-(-hot // self._hot_items), self._hot_columns, hot, constants, number)
 
 
 def _items(dim: int, step: OptimizerStep | StoredStep) -> int:
@@ -276,13 +319,17 @@ def _items(dim: int, step: OptimizerStep | StoredStep) -> int:
 
 
 def _common(
-    weights: torch.Tensor, step: OptimizerStep | StoredStep, codec: Codec | None, dirty: torch.Tensor | None
+    weights: torch.Tensor,
+    codec: Codec | None,
+    dirty: torch.Tensor | None,
+    constants: object = OPEN,
+    number: object = OPEN,
 ) -> tuple[object, ...]:
     flags = weights if dirty is None else dirty  # `weights` and `keys` are placeholders
     if codec is None:
-        return step.constants, weights, weights, weights, flags, 0, step.number
+        return constants, weights, weights, weights, flags, 0, number
     scale_gradient = codec.keys if codec.gradient is None else codec.gradient
-    return step.constants, codec.scale, scale_gradient, codec.keys, flags, codec.table_mix, step.number
+    return constants, codec.scale, scale_gradient, codec.keys, flags, codec.table_mix, number
 
 
 def _layout(

@@ -294,9 +294,14 @@ class _Executor:
         if item is _END or isinstance(item, _Failure):
             return False
         for i in range(stage, len(self._stages)):
-            self._waiting = (i, item)
+            self._waiting, stats = (i, item), self.stats[i + 1]
+            begin = time.perf_counter()
             try:
-                item = self._timed(i + 1, lambda i=i, item=item: self._stages[i](item))  # type: ignore[misc]
+                try:
+                    item = self._stages[i](item)
+                finally:
+                    stats.busy_seconds += time.perf_counter() - begin
+                stats.items += 1
             except Later:
                 return False
             except BaseException as error:

@@ -63,7 +63,7 @@ class LookAheadStats:
     late_rows: int = 0
     """Rows that were not loaded when their batch needed them."""
     reads: int = 0
-    """Read requests of the stores during loads."""
+    """Read requests of the stores; late rows are read by the stages of `prefetch`, and count too."""
     bytes_read: int = 0
     """Bytes of these reads."""
     collect_seconds: float = 0.0
@@ -171,6 +171,7 @@ class LookAhead:
         self._loaded = 0  # batches that the look-ahead has passed on
         self._releases = 0
         self._rows_before = 0  # that horizons of the tables had loaded when they were last counted
+        self._counts: dict[RowHorizon, ReadCounts] = {}  # when they were last counted: loads may go on between calls
         self._sweep = 0  # number of the present sweep
         self._begun = 0  # batches collected when it began
         self._cost = 0.0  # of its reads, in microseconds
@@ -264,6 +265,7 @@ class LookAhead:
         if any(horizon.dropped for horizon in self._horizons.values()) or not self._horizons:
             self._horizons = {table: table.backend.horizon(training=self._training) for table in self._tables}
             self._rows_before = sum(horizon.rows_loaded for horizon in self._horizons.values())
+            self._counts = {horizon: horizon.read_counts for horizon in self._horizons.values()}
         before, start = self._bytes(), time.perf_counter()
         self._most_ids = max(self._most_ids, len(batch.ids))
         item = AheadItem(batch, self._horizons, training=self._training)
@@ -326,7 +328,6 @@ class LookAhead:
         """Load the next rows of the sweep. False: no further ones can be loaded for this item."""
         releases, start = self._releases, time.perf_counter()
         horizons = list(item.horizons.values())
-        before = [horizon.read_counts for horizon in horizons]
         try:
             visited = [horizon.load(share) for horizon in horizons]
         except BudgetError:
@@ -337,7 +338,7 @@ class LookAhead:
             self.stats.load_seconds += time.perf_counter() - start
         rows, self._rows_before = self._rows_before, sum(horizon.rows_loaded for horizon in horizons)
         self.stats.rows_loaded += max(0, self._rows_before - rows)
-        self._count_reads(horizons, before)
+        self._count_reads(horizons)
         return any(visited)
 
     def _wait_for_release(self, releases: int) -> bool:
@@ -349,11 +350,14 @@ class LookAhead:
                 self._changed.wait()
         return True
 
-    def _count_reads(self, horizons: Sequence[RowHorizon], before: Sequence[ReadCounts]) -> None:
-        """Add the reads of a load; after a whole sweep, change the length of the horizon."""
-        stats = self.stats
-        for earlier, horizon in zip(before, horizons, strict=True):
+    def _count_reads(self, horizons: Sequence[RowHorizon]) -> None:
+        """Add the reads since the last call; after a whole sweep, change the length of the horizon."""
+        stats, counts = self.stats, self._counts
+        for horizon in horizons:
             now = horizon.read_counts
+            earlier = counts.get(horizon, now)
+            if horizon in counts:
+                counts[horizon] = now
             reads, size = max(0, now.reads - earlier.reads), max(0, now.bytes - earlier.bytes)
             stats.reads += reads
             stats.bytes_read += size

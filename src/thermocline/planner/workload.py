@@ -143,7 +143,7 @@ def cluster_of(config: Config, work: Workload, node: Hardware, *, nodes: int, ra
     if is_preset or tiers.ssd is not None:
         ahead = LookAheadLimits.of(tiers.lookahead, int(mem / ranks), work.row_bytes)
         mem -= 0 if ahead is None else ranks * ahead.bytes
-    mem_rows, num_keys = _rows_in(config, work.dim, mem), work.key_distribution.num_keys
+    mem_rows, num_keys = rows_in(config, work.dim, mem), work.key_distribution.num_keys
     if not is_preset and tiers.ssd is None and mem_rows * nodes < num_keys:
         raise ConfigError(
             f"tiers.mem of all ranks holds {nodes * mem_rows:,.0f} rows, but the data has {num_keys:,.0f} keys and "
@@ -153,7 +153,7 @@ def cluster_of(config: Config, work: Workload, node: Hardware, *, nodes: int, ra
     return Cluster(nodes=nodes, ranks=ranks, gpu=gpu is not None, mem_rows=mem_rows, hbm_rows=hbm_rows, lookahead=ahead)
 
 
-def _rows_in(config: Config, dim: int, budget: float) -> float:
+def rows_in(config: Config, dim: int, budget: float) -> float:
     """Rows that fit in `budget` bytes of DRAM, index and metadata included."""
     statistics = RowStatistics.of(config.rows.statistics)
     options: Any = {"precision": config.precision, "statistics": statistics, "threads": 1}

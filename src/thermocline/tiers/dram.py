@@ -13,6 +13,7 @@ import numpy.typing as npt
 from thermocline.arrays import Floats, Keys, Slots, as_keys, floats_of, out_of
 from thermocline.core import core
 from thermocline.embedding.initializers import Initial, Uniform
+from thermocline.embedding.key_hash import ALL_KEYS, KeyPart
 from thermocline.embedding.optimizers import Optimizer, initial_state
 from thermocline.embedding.precision import FP32, Precision
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
@@ -62,6 +63,8 @@ class DramStats:
     reads: int
     """Rows requested by `read`."""
     read_hits: int
+    read_from_store: int
+    """Rows that `read` itself read from the store."""
     evictions: int
     flushed: int
     """Rows written to the store, by eviction or flush."""
@@ -303,8 +306,8 @@ class DramTier:
     def erase(self, keys: Keys) -> int:
         """Replace the rows of `keys` by their initial rows, pinned ones in place; return how many were here.
 
-        Call it after the keys were deleted from the store, while none of their rows was dirty. Blocks until all calls
-        in progress have ended.
+        Call it after the keys were deleted from the store, while none of their rows was dirty. Blocks until pulls that
+        load one of these rows have ended.
         """
         return self._core.erase(keys)
 
@@ -363,21 +366,24 @@ class DramTier:
 
     # ---- the store below
 
-    def flush(self, store: SsdStore | None = None) -> None:
-        """Write all dirty rows to the tier's store, or to another one; commit that store to make them durable.
+    def flush(self, store: SsdStore | None = None, part: KeyPart = ALL_KEYS) -> None:
+        """Write the dirty rows of a part of the keys to the tier's store, or to another one; commit that store to make
+        them durable.
 
-        The cost is proportional to the dirty rows.
+        The cost is proportional to the rows written; of a part, also to the number of dirty rows.
         """
-        self._core.flush(None if store is None else store._core)
+        self._core.flush(None if store is None else store._core, part.lo, part.hi)
 
-    def dirty_rows(self, batch_rows: int = 65536) -> Iterator[tuple[npt.NDArray[np.uint64], Floats]]:
-        """Iterate over keys and rows changed since the last flush. They must not change, nor be flushed or evicted,
-        meanwhile; other rows may be pulled."""
+    def dirty_rows(
+        self, batch_rows: int = 65536, part: KeyPart = ALL_KEYS
+    ) -> Iterator[tuple[npt.NDArray[np.uint64], Floats]]:
+        """Iterate over keys and rows of a part of the keys changed since the last flush. They must not change, nor be
+        flushed or evicted, meanwhile; other rows may be pulled."""
         place = 0
         while True:
             keys = np.empty(batch_rows, np.uint64)
             stored = np.empty((batch_rows, self._words), np.float32)
-            count, place = self._core.dirty_rows(place, keys, stored)
+            count, place = self._core.dirty_rows(place, keys, stored, part.lo, part.hi)
             if count == 0:
                 return
             yield keys[:count], self.decode(stored[:count])
@@ -427,6 +433,21 @@ class DramTier:
     def capacity(self) -> int:
         """Rows that fit the budget."""
         return self._core.capacity
+
+    @property
+    def pinned(self) -> int:
+        """See `DramStats.pinned`, at little cost."""
+        return self._core.pinned
+
+    @property
+    def read_from_store(self) -> int:
+        """See `DramStats.read_from_store`, at little cost."""
+        return self._core.read_from_store
+
+    @property
+    def loaded_ahead(self) -> int:
+        """See `DramStats`: `loaded_ahead` + `read_ahead`, at little cost."""
+        return self._core.loaded_ahead
 
     @property
     def row_bytes(self) -> int:

@@ -15,8 +15,9 @@ from thermocline.batch import WorkingSet
 from thermocline.core import core
 from thermocline.embedding.backend import KeyHorizon, Select, ShardPins, TierSet, Unrecorded
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients, working_set_of
+from thermocline.embedding.key_hash import KeyPart
 from thermocline.embedding.quant_scale import LearnedScale
-from thermocline.embedding.row_statistics import StatisticsState, click_units
+from thermocline.embedding.row_statistics import StatisticsState, click_units, example_click_units
 from thermocline.embedding.step_rates import StepRates
 from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
 from thermocline.errors import BudgetError, ThermoclineError
@@ -302,7 +303,7 @@ class DramBackend(Unrecorded):
     ) -> tuple[core.StatisticsStep | None, Offsets | None]:
         """Return what the update needs to change the statistics of rows."""
         kept = self.spec.statistics
-        units = click_units(self.spec.name, gradients) if "click" in kept else None
+        units = example_click_units(self.spec.name, gradients) if "click" in kept else None
         return self.statistics.step(step) if kept else None, units
 
     def end_step(self) -> None:
@@ -367,8 +368,8 @@ class DramBackend(Unrecorded):
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
         return self.host.rows(store, batch_rows)
 
-    def expire(self, select: Select, store: SsdStore | None) -> Keys:
-        keys = select((keys, self.caught_up(rows)) for keys, rows in self.rows(store, 65536))
+    def expire(self, select: Select, store: SsdStore | None, part: KeyPart) -> Keys:
+        keys = select((keys, self.caught_up(rows)) for keys, rows in self.host.rows(store, 65536, part))
         self.host.erase(keys, store)
         return keys
 

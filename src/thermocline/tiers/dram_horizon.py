@@ -6,9 +6,12 @@ import contextlib
 import math
 import threading
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from thermocline.arrays import Keys
 from thermocline.batch import WorkingSet
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 _PART_KEYS = 1 << 18
 """Most keys of one call of the tier: few enough to stop within a fraction of a second. Parts follow each other in hash
 order, so their size does not change what is read."""
+_LEAST_PARTS = 1
+"""Parts that are loaded at once, also in a small tier. With two, one reads the store while the rows of the other are
+pinned, evicted or published."""
 _ROWS_SHARE = 3 / 4
 """Share of the tier that the rows of a horizon may fill."""
 _PINNED_SHARE = 7 / 8
@@ -32,6 +38,13 @@ _PINNED_SHARE = 7 / 8
 
 _READ_COST, _PAGE_COST = 10.0, 2.0
 """Microseconds of a request and of a page in it, until the store has measured its device."""
+
+
+class _Load(NamedTuple):
+    """A part that is being loaded."""
+
+    keys: int
+    done: Future[None]
 
 
 class TierOwner(Protocol):
@@ -91,11 +104,17 @@ class DramHorizon:
         self._host = host
         self._dram = dram
         self._above = above
-        self._above_from_ssd = 0 if above is None else above.stats().from_ssd
+        self._training = training
+        self._late_before = 0
+        self._late_before = self.late_rows
         self._dedup = training and above is None
-        self._sweeping = threading.Lock()  # held while a part is chosen and loaded: over ranks two threads load
-        self._loading = threading.Lock()  # held while a part is loaded
+        self._sweeping = threading.Lock()  # held by `load`: over ranks two threads call it
+        self._lock = threading.Lock()  # protects `_loads` and `_dropped`
+        self._loads: deque[_Load] = deque()
+        self._parts = max(_LEAST_PARTS, dram.core.calls_at_once // 2)
+        self._behind = self._parts if self._parts > 1 else 0  # parts that may be loading when `load` returns
         self._part = max(1, min(_PART_KEYS, dram.capacity // 16))
+        self._threads = ThreadPoolExecutor(self._parts, thread_name_prefix="thermocline-load-ahead")
         self._most_ids = 0  # of a batch
         self._dropped = False
         hints, number = dram.hints, id(self)
@@ -120,33 +139,66 @@ class DramHorizon:
         return self._dropped or self._host.dram is not self._dram
 
     def load(self, share: float = 1.0) -> bool:
+        """See `RowHorizon`. The last parts may still be loading at the return: `position` shows which are loaded."""
         with self._sweeping:
-            return self._load(share)
+            before = self._core.position
+            ahead = self._core.gathered - before
+            part = max(1, math.ceil(share * self._core.partitions)) - ahead
+            visited = part > 0 and self._start(part)
+            waited = self._wait(self._behind if visited else max(0, len(self._loads) - 1))
+            return visited or waited or self._core.position > before
 
-    def _load(self, share: float) -> bool:
-        before = self._core.position
-        keys = self._core.next_part(self._part, max(1, math.ceil(share * self._core.partitions)))
-        if len(keys) == 0:
-            return self._core.position > before
+    def _start(self, partitions: int) -> bool:
+        """Begin to load the next part. False: it has no keys."""
+        part = self._core.next_part(self._part, partitions)
+        if len(part) == 0:
+            return False
         # Without the lock: the tier above may wait for a write-back, which may wait in `drop`.
-        skip = None if self._above is None else self._above.resident(keys)
-        with self._loading:
+        skip = None if self._above is None else self._above.resident(part.keys())
+        if not self._fits(len(part)) and (not self._wait(0) or not self._fits(len(part))):
+            raise BudgetError(
+                f"look-ahead: {self._dram.pinned} rows of {self._dram.capacity} are pinned: "
+                "rows are loaded as others are released"
+            )
+        with self._lock:
             if self._dropped:
                 return False
-            pinned, capacity = self._dram.stats().pinned, self._dram.capacity
-            if pinned + len(keys) > capacity * _PINNED_SHARE:
-                raise BudgetError(
-                    f"look-ahead: {pinned} rows of {capacity} are pinned: rows are loaded as others are released"
-                )
-            self._core.load_part(len(keys), skip)
-            return True
+            self._loads.append(_Load(len(part), self._threads.submit(self._load_part, part, skip)))
+        return True
+
+    def _load_part(self, part: core.HorizonPart, skip: npt.NDArray[np.uint8] | None) -> None:
+        if not self._dropped:
+            self._core.load_part(part, skip)
+
+    def _fits(self, keys: int) -> bool:
+        loading = sum(load.keys for load in tuple(self._loads))
+        return self._dram.pinned + loading + keys <= self._dram.capacity * _PINNED_SHARE
+
+    def _wait(self, most: int) -> bool:
+        """Wait until at most this many parts are loading, and raise their errors. False: none has ended."""
+        ended = False
+        while True:
+            with self._lock:
+                over = [load for load in self._loads if load.done.done()]
+                for load in over:
+                    self._loads.remove(load)
+                left = [load.done for load in self._loads]
+            ended = ended or bool(over)
+            for load in over:
+                load.done.result()
+            if len(left) <= most:
+                return ended
+            wait(left, return_when=FIRST_COMPLETED)
 
     def drop(self) -> bool:
-        first, self._dropped = not self._dropped, True
+        with self._lock:
+            first, self._dropped = not self._dropped, True
+            loading = [load.done for load in self._loads]
         self._dram.hints.pop(id(self), None)
         self._core.drop()
-        with self._loading:  # a part that is being loaded is unpinned at its end
-            return first
+        wait(loading)  # a part that is being loaded is unpinned at its end
+        self._threads.shutdown()
+        return first
 
     @property
     def position(self) -> float:
@@ -154,7 +206,11 @@ class DramHorizon:
 
     @property
     def late_rows(self) -> int:
-        return self._core.late if self._above is None else self._above.stats().from_ssd - self._above_from_ssd
+        if not self._training:  # rows that evaluation has read from the store itself
+            late = self._dram.read_from_store
+        else:
+            late = self._core.late if self._above is None else self._above.stats().from_ssd
+        return late - self._late_before
 
     @property
     def read_counts(self) -> ReadCounts:
@@ -166,9 +222,9 @@ class DramHorizon:
 
     @property
     def rows_loaded(self) -> int:
-        stats = self._dram.stats()
-        return stats.loaded_ahead + stats.read_ahead
+        return self._dram.loaded_ahead
 
     @property
     def bytes(self) -> int:
-        return self._core.bytes + core.Horizon.SCRATCH_BYTES * self._most_ids
+        parts = (self._behind + 1) * self._part * core.Horizon.PART_BYTES
+        return self._core.bytes + core.Horizon.SCRATCH_BYTES * self._most_ids + parts

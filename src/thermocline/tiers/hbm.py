@@ -22,9 +22,11 @@ import numpy.typing as npt
 import torch
 
 from thermocline.arrays import Floats, Keys, as_keys
+from thermocline.embedding.key_hash import ALL_KEYS, KeyPart
 from thermocline.errors import BudgetError, ThermoclineError
 from thermocline.kernels.evict import CLAIMED, EMPTIED, EVICTED, LOST, NEW, NEWEST, SHORT
 from thermocline.kernels.find import find
+from thermocline.kernels.hash_part import is_in_part
 from thermocline.kernels.index import Index
 from thermocline.kernels.insert import BYTES_PER_SLOT, InsertPlan, Residents, find_or_insert
 from thermocline.kernels.launch import stream_ahead
@@ -85,6 +87,10 @@ class Assigned:
     """`InsertPlan.counts` on the host."""
     batches: Any = None
     """Lists and counts of each batch that were planned with the slots; None: the stage load computes them."""
+    planned: torch.cuda.Event | None = None
+    """Recorded after the lists of `batches` were written."""
+    recycle: Callable[[], None] | None = None
+    """Called when nobody uses `batches` any more: their memory may be used for a later window."""
 
 
 Assign = Callable[[StagedIds, int, int, int], Callable[[], Assigned]]
@@ -98,7 +104,9 @@ class HbmPins:
     Garbage collection of an unreleased object releases it too.
     """
 
-    __slots__ = ("_holders", "_lock", "_tier", "batches", "dram", "failure", "number", "pending", "planned", "slots")
+    __slots__ = (
+        "_holders", "_lock", "_tier", "batches", "dram", "failure", "number", "pending", "planned", "recycle", "slots",
+    )  # fmt: skip
 
     def __init__(self, tier: HbmTier, number: int) -> None:
         self._tier = tier
@@ -112,7 +120,9 @@ class HbmPins:
         self.batches: Any = None
         """`Assigned.batches`."""
         self.planned: torch.cuda.Event | None = None
-        """Recorded after the window was planned."""
+        """`Assigned.planned`."""
+        self.recycle: Callable[[], None] | None = None
+        """`Assigned.recycle`."""
         self.pending: PendingLoad | None = None
         self.failure: str | None = None
         """Why the window could not be pinned: it exceeds the budget."""
@@ -139,13 +149,20 @@ class HbmPins:
         """Remove a holder."""
         with self._lock:
             self._holders -= 1
-            if self._holders == 0:
-                self._tier._release(self.number)
+            last = self._holders == 0
+        if last:
+            self._end()
+
+    def _end(self) -> None:
+        self._tier._release(self.number)
+        recycle, self.recycle = self.recycle, None
+        if recycle is not None:
+            recycle()
 
     def __del__(self) -> None:
         if self._holders > 0:
             self._holders = 0
-            self._tier._release(self.number)
+            self._end()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -160,6 +177,37 @@ class _Launched:
     trained: list[torch.cuda.Event]
     """Recorded after training's last uses of the rows of completed windows."""
     wait: Callable[[], Assigned]
+
+
+class _Planning:
+    """See `HbmTier._planned`. A class, because a generator would take several times as long."""
+
+    __slots__ = ("_on_stream", "_tier")
+
+    def __init__(self, tier: HbmTier) -> None:
+        self._tier = tier
+        self._on_stream = None if tier._stream is None else OnStream(tier._stream)
+
+    def __enter__(self) -> None:
+        self._tier._lock.acquire()
+        try:
+            if self._on_stream is not None:
+                self._on_stream.__enter__()
+            try:
+                if self._tier._launched is not None:
+                    self._tier._finish_launched()
+            except BaseException:
+                if self._on_stream is not None:
+                    self._on_stream.__exit__(None, None, None)
+                raise
+        except BaseException:
+            self._tier._lock.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        if self._on_stream is not None:
+            self._on_stream.__exit__(None, None, None)
+        self._tier._lock.release()
 
 
 def row_capacity(budget: int, floats: int) -> int:
@@ -204,6 +252,7 @@ class HbmTier:
         self.budget = budget
         self._name = name
         self._cuda = device.type == "cuda"
+        self._device_index = 0 if device.index is None else device.index
         self.arena = torch.empty(capacity, floats, dtype=torch.float32, device=device)
         self.index = Index.empty(2 * capacity, device)
         self.residents = Residents.empty(capacity, device)
@@ -220,7 +269,8 @@ class HbmTier:
         # Protected by _window_lock:
         self._number = 0  # of the last window
         self._outstanding: set[int] = set()
-        self._training_events: dict[int, torch.cuda.Event] = {}  # per training stream: after its last use of rows
+        self._training_streams: dict[int, torch.cuda.Stream] = {}  # by handle: used since the last `_last_uses`
+        self._training_events: dict[int, torch.cuda.Event] = {}  # by handle: after the last uses of rows
         self.rows = 0
         """`HbmStats.rows`, counted by `HbmBackend`."""
         self._ids = self._misses = self._evictions = self._rebuilds = 0
@@ -255,13 +305,14 @@ class HbmTier:
         """Begin `pin`, without waiting for the device. The pins have slots after `finish`."""
         with self._planned():
             self._transfer.check()
-            self._transfer.load_released(self._completed())
+            completed = self._completed()
+            self._transfer.load_released(completed)
             with self._window_lock:
                 self._number += 1
                 self._outstanding.add(self._number)
                 pins = HbmPins(self, self._number)
             try:
-                self._launched = self._launch(pins, ids, assign or self._find_or_insert)
+                self._launched = self._launch(pins, ids, assign or self._find_or_insert, completed)
             except BaseException as error:
                 pins.release()  # now: the traceback may keep the object alive for long
                 self._transfer.record_failure(error)  # the index may have keys without rows
@@ -275,19 +326,18 @@ class HbmTier:
                 raise BudgetError(pins.failure)
             return pins
 
-    def _launch(self, pins: HbmPins, ids: StagedIds, assign: Assign) -> _Launched:
+    def _launch(self, pins: HbmPins, ids: StagedIds, assign: Assign, completed: int) -> _Launched:
         if self._stream is not None and ids.uploaded is not None:
             self._stream.wait_event(ids.uploaded)
             ids.keys.record_stream(self._stream)
         if self._occupied > 0.8 * self.index.entries:
             self._rebuild()
-        completed = self._completed()
         if pins.number - self._first_number >= NEWEST:
             self.residents.renumber(completed - self._first_number)
             self._first_number = completed
         if self.dram.precision.stochastic and self._used + ids.count > self.capacity:
             # Eviction changes a slot's key, which stochastic rounding reads in steps that may not have run yet.
-            self._wait_for_training()
+            self.wait_for_training()
         wait = self._assign(assign, pins, ids, completed)
         return _Launched(pins, ids, assign, completed, self._last_uses(), wait)
 
@@ -308,8 +358,7 @@ class HbmTier:
             self._misses += new
             self._evictions += evicted
             pins.slots, pins.batches = assigned.plan.slots, assigned.batches
-            if self._stream is not None and assigned.batches is not None:
-                pins.planned = self._stream.record_event()
+            pins.planned, pins.recycle = assigned.planned, assigned.recycle
             pins.pending = self._transfer.enqueue(assigned.plan, pins.number, new, evicted, launched.trained)
         except BudgetError as error:
             pins.failure = str(error)  # raised by `finish`: another call may have come first
@@ -348,6 +397,8 @@ class HbmTier:
             self._occupied += counts[CLAIMED.value] - counts[EMPTIED.value]
             if counts[LOST.value] == 0 and counts[SHORT.value] == 0:
                 return assigned
+            if assigned.recycle is not None:
+                assigned.recycle()
             if counts[LOST.value] == 0 or attempt == 1:
                 break
             self._rebuild()  # deleted keys filled the index
@@ -369,12 +420,13 @@ class HbmTier:
     # ---- called by training, on its stream
 
     def record_use(self) -> None:
-        """Record that work on pinned rows was launched on the current stream: later plans overwrite rows after it."""
+        """Note that work on pinned rows or on their plans was launched on the current stream: later plans overwrite
+        them after it."""
         if self._cuda:
-            stream = current_stream(self.device)
-            event = stream.record_event()
-            with self._window_lock:
-                self._training_events[stream.cuda_stream] = event
+            handle = torch._C._cuda_getCurrentRawStream(self._device_index)
+            if handle not in self._training_streams:
+                with self._window_lock:
+                    self._training_streams[handle] = current_stream(self.device)
 
     @property
     def dirty(self) -> torch.Tensor:
@@ -390,11 +442,18 @@ class HbmTier:
             return min(tuple(self._outstanding), default=self._number + 1) - 1
 
     def _last_uses(self) -> list[torch.cuda.Event]:
-        """Return an event per training stream, recorded after its last use of rows."""
+        """Return an event per training stream, recorded after its last use of rows. The next call records it again."""
         with self._window_lock:
+            while self._training_streams:
+                handle, stream = self._training_streams.popitem()  # first: a use that is noted from now on counts again
+                event = self._training_events.get(handle)
+                if event is None:
+                    event = self._training_events[handle] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(stream)
             return list(self._training_events.values())
 
-    def _wait_for_training(self) -> None:
+    def wait_for_training(self) -> None:
+        """Make the planning stream wait for what training has launched so far on pinned rows and their plans."""
         if self._stream is not None:
             for event in self._last_uses():
                 self._stream.wait_event(event)
@@ -418,7 +477,7 @@ class HbmTier:
         resident = torch.nonzero(slots >= 0).flatten()
         slots = slots[resident]
         buffer = torch.empty(len(slots), self.arena.shape[1], device=self.device)
-        self._wait_for_training()
+        self.wait_for_training()
         copy_out(self.arena, slots, buffer, torch.full((1,), len(slots), device=self.device))
         return resident.cpu().numpy(), buffer
 
@@ -431,13 +490,16 @@ class HbmTier:
             rows[torch.from_numpy(resident).to(self.device)] = buffer
             return rows, None if self._stream is None else self._stream.record_event()
 
-    def write_back(self) -> None:
-        """Push every changed row into the DRAM tier. Call between steps."""
+    def write_back(self, part: KeyPart = ALL_KEYS) -> None:
+        """Push every changed row of a part of the keys into the DRAM tier. Call between steps."""
         with self._planned():
             self._transfer.drain()
-            self._wait_for_training()
+            self.wait_for_training()
             dirty = self._transfer.dirty
-            slots = torch.nonzero(dirty[: self._used]).flatten().to(torch.int32)
+            changed = dirty[: self._used] != 0
+            if part != ALL_KEYS:
+                changed &= is_in_part(self.residents.keys[: self._used], part.lo, part.hi)
+            slots = torch.nonzero(changed).flatten().to(torch.int32)
             for piece in torch.split(slots, _WRITE_BACK_ROWS) if len(slots) else ():
                 rows = self._transfer.staging_rows(len(piece))
                 copy_out(self.arena, piece, rows, torch.full((1,), len(piece), device=self.device))
@@ -456,9 +518,11 @@ class HbmTier:
     def erase(self, keys: Keys) -> None:
         """Replace the rows of `keys` that are here by their initial rows, not dirty. Call between steps, after
         `write_back`, under `exclusive`."""
+        if len(keys) == 0:
+            return
         with self._planned():
             self._transfer.drain()
-            self._wait_for_training()
+            self.wait_for_training()
             for first in range(0, len(keys), _WRITE_BACK_ROWS):
                 piece = keys[first : first + _WRITE_BACK_ROWS]
                 slots = find(self.index, self._upload(piece))
@@ -472,7 +536,7 @@ class HbmTier:
     def reset(self, dram: DramTier) -> None:
         """Drop all rows and continue above another DRAM tier."""
         with self._planned():
-            self._wait_for_training()
+            self.wait_for_training()
             self._transfer.reset(dram)
             self.index.clear()
             self.residents.clear()
@@ -533,15 +597,9 @@ class HbmTier:
         host = torch.from_numpy(values.view(np.int64) if values.dtype == np.uint64 else values)
         return host.pin_memory().to(self.device, non_blocking=True) if self._cuda else host
 
-    @contextlib.contextmanager
-    def _planned(self) -> Iterator[None]:
+    def _planned(self) -> _Planning:
         """Exclude all other planning; end a plan that was launched; run on the planning stream."""
-        with self._lock, self._on_stream():
-            self._finish_launched()
-            yield
-
-    def _on_stream(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._stream is None else OnStream(self._stream)
+        return _Planning(self)
 
     def _synchronize(self) -> None:
         if self._stream is not None:

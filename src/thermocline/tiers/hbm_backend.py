@@ -20,6 +20,7 @@ from thermocline.arrays import Floats, Keys, Rows, as_keys
 from thermocline.batch import WorkingSet
 from thermocline.embedding.backend import Select, ShardPins, TierSet
 from thermocline.embedding.batch_plan import BagInput, BagInputs, Gradient, ReducedGradients, working_set_of
+from thermocline.embedding.key_hash import KeyPart
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
 from thermocline.embedding.row_statistics import StatisticsState, click_units
 from thermocline.embedding.step_rates import StepRates
@@ -29,21 +30,20 @@ from thermocline.kernels.catch_up import catch_up_rows
 from thermocline.kernels.codec import Codec
 from thermocline.kernels.gradient_index import index_gradients
 from thermocline.kernels.launch import stream_ahead
-from thermocline.kernels.optimizer_rules import OptimizerStep, StoredStep
-from thermocline.kernels.pool import pool_rows
+from thermocline.kernels.optimizer_rules import ADAM, OptimizerStep, StoredStep
+from thermocline.kernels.pool import Pooling, pool_rows
 from thermocline.kernels.random import table_mix
 from thermocline.kernels.segments import Segments, find_segments
-from thermocline.kernels.statistics import StatisticsStep, count_occurrences, update_statistics
-from thermocline.kernels.update import apply_gradients, sum_gradients, update_rows
+from thermocline.kernels.statistics import StatisticsStep, StoredStatistics, count_occurrences, update_statistics
+from thermocline.kernels.update import RowUpdate, apply_gradients, sum_gradients, update_rows
 from thermocline.kernels.weight_gradient import weight_gradient
 from thermocline.tiers.compile_ahead import compile_ahead
 from thermocline.tiers.dram_horizon import DramBatchAhead, DramHorizon
 from thermocline.tiers.hbm import HbmPins, HbmTier
 from thermocline.tiers.hbm_plan import HbmBag, HbmBatchPlan, HbmWindow, PlanLists, write_plan
-from thermocline.tiers.hbm_recorded import HbmRecordedRows
+from thermocline.tiers.hbm_recorded import HbmRecordedRows, fixed_click_units
 from thermocline.tiers.host_rows import HostRows
-from thermocline.tiers.plan_graph import PlanGraphs, shape_of
-from thermocline.tiers.plan_layout import Capacities
+from thermocline.tiers.plan_graph import PlanGraphs, WindowShapes
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils.cpu_affinity import cores
 from thermocline.utils.recording import OnStream
@@ -73,13 +73,18 @@ class HbmBackend:
         self._stored_weights = self._codec.weights(self.hbm.arena)
         self._stored_state = self._codec.state(self.hbm.arena)
         self._stream = stream_ahead(device)
-        self._capacities = Capacities()
+        self._shapes = WindowShapes()
         self.plan_graphs = PlanGraphs(self.hbm)
         """Recorded planning of windows of equal shape."""
         self.plans_on_device = False
         self.record_planning(True)
         self.recorded_step: StoredStep | None = None
         """While a training step is recorded: the constants of all its replays."""
+        self.recorded_statistics: StoredStatistics | None = None
+        """The same for the statistics of rows."""
+        self._step_rule: OptimizerStep | None = None
+        """The constants of the last step."""
+        self._updates_rows_only = self.rates is None and not spec.statistics and self._codec.gradient is None
         compile_ahead(self.hbm, self._codec, spec)
 
     @property
@@ -97,7 +102,7 @@ class HbmBackend:
 
     def stage(self, inputs: Sequence[BagInputs], ahead: Sequence[DramBatchAhead] = ()) -> HbmWindow:
         inputs = [_without_trivial_offsets(batch) for batch in inputs]
-        graph = self.plan_graphs.get(shape_of(inputs, self._capacities))
+        graph = self.plan_graphs.get(self._shapes.of(inputs))
         if graph is not None:
             return HbmWindow(inputs, graph.stage(inputs), graph, ahead=ahead)
         ids = self.hbm.stage([source.ids for batch in inputs for source in batch.values()])
@@ -156,7 +161,7 @@ class HbmBackend:
         return plans
 
     def _plan_batch(self, inputs: BagInputs, slots: torch.Tensor, pins: HbmPins) -> HbmBatchPlan:
-        shape = shape_of([inputs], self._capacities)
+        shape = self._shapes.of([inputs])
         memory = torch.empty(shape.layouts[0].words, dtype=torch.int32, device=self.device)
         lists = PlanLists(shape.layouts[0], memory, shape.ids[0])
         bags = [tuple(map(self._page_locked, (source.offsets, source.weights))) for source in inputs.values()]
@@ -207,12 +212,21 @@ class HbmBackend:
 
     def pool(self, plan: HbmBatchPlan, bag: HbmBag) -> torch.Tensor:
         plan.use()
-        self.count_rows(plan)
+        if not plan.counted:
+            self.count_rows(plan)
         if self.rates is not None and plan.rows is None and plan.as_of != self.step_count:
             self._catch_up(self.hbm.arena, plan.segments.slots[: plan.segments.sizes[0]], counts=plan.segments.counts)
             plan.as_of = self.step_count
-        weights, codec = self._weights(plan)
-        pooled = pool_rows(weights, bag.slots, bag.offsets, bag.weights, mean=bag.mean, codec=codec)
+        if plan.rows is None:
+            pooling = bag.pooling
+            if pooling is None:
+                pooling = bag.pooling = Pooling(
+                    self._stored_weights, bag.slots, bag.offsets, bag.weights, mean=bag.mean, codec=self._codec
+                )
+            pooled = pooling()
+        else:
+            weights, codec = self._weights(plan)
+            pooled = pool_rows(weights, bag.slots, bag.offsets, bag.weights, mean=bag.mean, codec=codec)
         self._record_use()
         return pooled
 
@@ -277,6 +291,7 @@ class HbmBackend:
         segments = segments.known(*segments.counts.tolist())
         sums = sum_gradients(segments, values, rows, coefs)
         occurrences = self._occurrences(gradients, segments, rows) if self.spec.statistics else None
+        self._record_use()  # of the plans
         return ReducedGradients(segments.slots[: segments.sizes[0]], sums, occurrences=occurrences)
 
     def _occurrences(
@@ -285,15 +300,26 @@ class HbmBackend:
         """Return `ReducedGradients.occurrences` on the device; undefined past segments.counts[0]."""
         units = None
         if "click" in self.spec.statistics:
-            units = self._to_device(click_units(self.spec.name, gradients))
+            if self.recording:
+                units = torch.cat([fixed_click_units(gradient) for gradient in gradients])
+            else:
+                units = self._to_device(click_units(self.spec.name, gradients))
         return count_occurrences(segments, rows, units)
+
+    @property
+    def recording(self) -> bool:
+        return self.recorded_step is not None
 
     def _update_statistics(
         self, slots: torch.Tensor, occurrences: torch.Tensor, limit: torch.Tensor | None, step: int
     ) -> None:
-        kept, state = self.spec.statistics, self.statistics
-        rule = StatisticsStep(kept.names, kept.words, step, state.step_time, state.runs)
+        rule = self.recorded_statistics or self.statistics_step(step)
         update_statistics(self.hbm.arena, slots, occurrences, limit, rule)
+
+    def statistics_step(self, step: int) -> StatisticsStep:
+        """Return the constants of the statistics of step `step`."""
+        kept, state = self.spec.statistics, self.statistics
+        return StatisticsStep(kept.names, kept.words, step, state.step_time, state.runs)
 
     def norm(self, reduced: ReducedGradients) -> float:
         return float(reduced.values.double().square().sum().sqrt())
@@ -311,6 +337,8 @@ class HbmBackend:
     def update(self, gradients: Sequence[Gradient], step: int, lr: float, scale: float) -> None:
         if not gradients:
             return
+        if self._updates_rows_only and self.recorded_step is None and self._update_whole(gradients, step, lr, scale):
+            return
         segments, rows, coefs, values = self._combine(gradients)
         rule: OptimizerStep | StoredStep | None = self.recorded_step
         if rule is None:
@@ -324,6 +352,30 @@ class HbmBackend:
         self._update_scale(step)
         self._record_use()
 
+    def _update_whole(self, gradients: Sequence[Gradient], step: int, lr: float, scale: float) -> bool:
+        """Update by launches that are prepared once per plan memory, if the gradients are those of one batch."""
+        plan = gradients[0].plan
+        if plan.lists is None or plan.rows is not None or not _is_whole(plan, gradients):
+            return False
+        plan.use()
+        rule, lists = self.step_rule(step, lr, scale), plan.lists
+        if lists.update is None:
+            rows, coefs = lists.gradient_index()
+            lists.update = RowUpdate(
+                self._stored_weights, self._stored_state, lists.segments(), rows, coefs, rule, self._codec,
+                self.hbm.dirty,
+            )  # fmt: skip
+        lists.update(_joined(gradients), rule.constants, step, plan.known_counts())
+        self._record_use()
+        return True
+
+    def step_rule(self, step: int, lr: float, scale: float) -> OptimizerStep:
+        """Return the constants of a step. `number` may be that of an earlier step with the same constants."""
+        optimizer, last = self.spec.optimizer, self._step_rule
+        if last is None or optimizer.code == ADAM or (last.lr, last.scale) != (lr, scale):
+            last = self._step_rule = OptimizerStep.of(optimizer, step, lr=lr, scale=scale)
+        return last
+
     def end_step(self) -> None:
         """Nothing: gradients own the only pins that outlive a batch."""
 
@@ -332,8 +384,6 @@ class HbmBackend:
         self.plans_on_device = self.plan_graphs.enabled and self.spec.ssd is None
 
     def cannot_record(self) -> str:
-        if self.spec.statistics:
-            return f"table {self.spec.name!r} keeps statistics of rows, which change with the step and the labels"
         if self._codec.gradient is not None:
             return f"table {self.spec.name!r} learns its quantization scale (scale_lr)"
         if self.rates is not None:
@@ -344,7 +394,9 @@ class HbmBackend:
         return HbmRecordedRows(self, plan)
 
     def plan_shape(self, plan: Any) -> Any:
-        return HbmRecordedRows.shape(plan) if self.is_current(plan) else None
+        if not self.is_current(plan) or len(self.statistics.runs) > StoredStatistics.RUNS:
+            return None
+        return HbmRecordedRows.shape(plan)
 
     def _combine(
         self, gradients: Sequence[Gradient]
@@ -354,16 +406,14 @@ class HbmBackend:
         for gradient in gradients:
             gradient.plan.use()
         first = gradients[0].plan
-        bags = first.bags.values()
-        if len(gradients) == len(bags) and all(g.bag is bag for g, bag in zip(gradients, bags, strict=True)):
-            values = gradients[0].values if len(gradients) == 1 else torch.cat([g.values for g in gradients])
-            return first.segments, *first.gradient_index, values
+        if _is_whole(first, gradients):
+            return first.segments, *first.gradient_index, _joined(gradients)
         if self.recorded_step is not None:
             raise NotRecordable(
                 f"the model does not read each bag of table {self.spec.name!r} once, in the order of its fields"
             )
         indices = [self._gradient_index(g.bag, None) for g in gradients]
-        values = gradients[0].values if len(gradients) == 1 else torch.cat([g.values for g in gradients])
+        values = _joined(gradients)
         starts = np.cumsum([0, *(len(g.values) for g in gradients[:-1])]).tolist()
         rows = torch.cat([index[0] + start for index, start in zip(indices, starts, strict=True)])
         coefs = None
@@ -427,9 +477,11 @@ class HbmBackend:
         self.write_back()
         yield from self.host.rows(store, batch_rows)
 
-    def expire(self, select: Select, store: SsdStore | None) -> Keys:
+    def expire(self, select: Select, store: SsdStore | None, part: KeyPart) -> Keys:
         with self.hbm.exclusive():  # no window is planned meanwhile
-            keys = select((keys, self._caught_up(rows)) for keys, rows in self.rows(store, 65536))
+            self.hbm.write_back(part)
+            self._save_scale()
+            keys = select((keys, self._caught_up(rows)) for keys, rows in self.host.rows(store, 65536, part))
             self.host.erase(keys, store)
             self.hbm.erase(keys)
         return keys
@@ -443,8 +495,14 @@ class HbmBackend:
         self._save_scale()
 
     def reopen(self, epoch: int | None = None) -> None:
-        self.host.reopen(epoch)
-        self._reset()
+        with self.hbm.exclusive():  # no window is planned meanwhile
+            if windows := self.hbm.stats().windows:
+                raise ThermoclineError(
+                    f"table {self.spec.name!r}: reopen() while {windows} windows have rows in HBM: close tc.prefetch, "
+                    "and drop or step forward passes, first"
+                )
+            self.host.reopen(epoch)
+            self._reset()
 
     def move_store(self, path: Path, *, clear: bool = False) -> None:
         self.host.move_store(path, clear=clear)
@@ -566,10 +624,20 @@ def _threads_beside_gpu(count: int) -> int:
     return count - 2 if count >= 8 else count
 
 
+def _is_whole(plan: HbmBatchPlan, gradients: Sequence[Gradient]) -> bool:
+    """Return whether the gradients are those of all bags of the plan, in order."""
+    bags = plan.bags.values()
+    return len(gradients) == len(bags) and all(g.bag is bag for g, bag in zip(gradients, bags, strict=True))
+
+
+def _joined(gradients: Sequence[Gradient]) -> torch.Tensor:
+    return gradients[0].values if len(gradients) == 1 else torch.cat([g.values for g in gradients])
+
+
 def _without_trivial_offsets(inputs: BagInputs) -> BagInputs:
     """Replace offsets of bags with one id each by None: the same vectors without reading offsets."""
     return {
-        spec: dataclasses.replace(source, offsets=None, mean=False) if _one_id_each(source) else source
+        spec: BagInput(source.ids, None, source.weights, False, source.first_id) if _one_id_each(source) else source
         for spec, source in inputs.items()
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,9 @@ import torch
 
 from thermocline.embedding.batch_plan import BagInputs, BagSpec, Pins
 from thermocline.kernels.gradient_index import index_gradients
+from thermocline.kernels.pool import Pooling
 from thermocline.kernels.segments import Segments, find_segments, segment_views
+from thermocline.kernels.update import RowUpdate
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.dram_horizon import DramBatchAhead
 from thermocline.tiers.hbm import Assign, HbmPins, StagedIds
@@ -30,6 +33,8 @@ class HbmBag:
     offsets: torch.Tensor | None
     weights: torch.Tensor | None
     mean: bool
+    pooling: Pooling | None = dataclasses.field(default=None, init=False)
+    """The pooling of the table's rows, once it was made."""
 
     @property
     def bags(self) -> int:
@@ -41,10 +46,18 @@ class HbmBag:
         return [tensor for tensor in (self.slots, self.offsets, self.weights) if tensor is not None]
 
 
-class PlanLists:
-    """Lists of a training plan in one allocation; views of it are made on demand."""
+@functools.lru_cache(1024)
+def _shape(layout: PlanLayout, specs: tuple[BagSpec, ...]) -> object:
+    return object()
 
-    __slots__ = ("_parts", "ids", "layout", "memory")
+
+class PlanLists:
+    """Lists of a training plan in one allocation; views of it are made on demand, and kept for later plans in it."""
+
+    __slots__ = (
+        "_bags", "_gradient_index", "_parts", "_segments", "_shape", "_specs", "ids", "layout", "memory", "streams",
+        "update",
+    )  # fmt: skip
 
     def __init__(self, layout: PlanLayout, memory: torch.Tensor, ids: Sequence[int]) -> None:
         self.layout = layout
@@ -52,7 +65,16 @@ class PlanLists:
         """int32[layout.words]."""
         self.ids = ids
         """Number of ids of each bag."""
+        self.streams: set[int] = set()
+        """Handles of the streams that the allocator knows to use the memory."""
+        self.update: RowUpdate | None = None
+        """The update of the table's rows by these lists, once it was made."""
         self._parts: PlanMemory | None = None
+        self._specs: Sequence[BagSpec] = ()
+        self._shape: object = None
+        self._bags: dict[BagSpec, HbmBag] = {}
+        self._segments: Segments | None = None
+        self._gradient_index: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
 
     @property
     def parts(self) -> PlanMemory:
@@ -61,20 +83,33 @@ class PlanLists:
         return self._parts
 
     def bags(self, specs: Sequence[BagSpec]) -> dict[BagSpec, HbmBag]:
-        parts, bags = self.parts, {}
-        for i, (spec, ids, bag) in enumerate(zip(specs, self.ids, self.layout.bags, strict=True)):
-            weights = parts.weights[i]
-            bags[spec] = HbmBag(
-                parts.slots[i][:ids], parts.offsets[i], None if weights is None else weights[:ids], bag.mean
-            )
-        return bags
+        if self._specs != specs:
+            parts, bags = self.parts, {}
+            for i, (spec, ids, bag) in enumerate(zip(specs, self.ids, self.layout.bags, strict=True)):
+                weights = parts.weights[i]
+                bags[spec] = HbmBag(
+                    parts.slots[i][:ids], parts.offsets[i], None if weights is None else weights[:ids], bag.mean
+                )
+            self._specs, self._bags, self._shape = specs, bags, _shape(self.layout, tuple(specs))
+        return self._bags
+
+    def shape(self, specs: Sequence[BagSpec]) -> object:
+        """Return an object that all lists with an equal layout and these bags have in common."""
+        self.bags(specs)
+        return self._shape
 
     def segments(self) -> Segments:
-        return segment_views(self.parts.segments, self.layout.ids, sum(self.ids))
+        """Return the segments with the largest possible sizes."""
+        if self._segments is None:
+            self._segments = segment_views(self.parts.segments, self.layout.ids, sum(self.ids))
+        return self._segments
 
     def gradient_index(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        parts, ids = self.parts, sum(self.ids)
-        return tuple(None if part is None else part[:ids] for part in (parts.rows, parts.coefs))  # type: ignore[return-value]
+        if self._gradient_index is None:
+            parts, ids = self.parts, sum(self.ids)
+            rows, coefs = (None if part is None else part[:ids] for part in (parts.rows, parts.coefs))
+            self._gradient_index = rows, coefs
+        return self._gradient_index
 
 
 def write_plan(
@@ -127,7 +162,7 @@ class HbmBatchPlan:
     """See `BatchPlan`. A training plan has `lists` and pins; a plan for evaluation has bags and `rows`."""
 
     __slots__ = (
-        "__weakref__", "_bags", "_gradient_index", "_lists_segments", "as_of", "counted", "counts", "dram", "lists",
+        "__weakref__", "_bags", "_lists_segments", "as_of", "counted", "counts", "dram", "lists",
         "pins", "ready", "remote", "rows", "specs", "stored", "used_on",
     )  # fmt: skip
 
@@ -157,8 +192,8 @@ class HbmBatchPlan:
         """Per unique key: a copy of its row, for evaluation or received from the rank that owns it."""
         self.stored = stored
         """Whether `rows` have the stored precision; else float32."""
-        self.used_on: Any = None
-        """The stream that `use` prepared."""
+        self.used_on = -1
+        """Handle of the stream that `use` prepared."""
         self.counted = False
         """Whether its rows are in `HbmStats.rows`."""
         self.as_of: int | None = None
@@ -167,7 +202,6 @@ class HbmBatchPlan:
         """State of the sharded backend."""
         self._bags = bags
         self._lists_segments: Segments | None = None
-        self._gradient_index: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
 
     @property
     def bags(self) -> dict[BagSpec, HbmBag]:
@@ -190,10 +224,8 @@ class HbmBatchPlan:
 
         None: the row is the position; all coefficients are 1.
         """
-        if self._gradient_index is None:
-            assert self.lists is not None
-            self._gradient_index = self.lists.gradient_index()
-        return self._gradient_index
+        assert self.lists is not None
+        return self.lists.gradient_index()
 
     def known_counts(self) -> list[int]:
         """Return the counts of the segments. Blocks until the plan is computed: long past, if it was made ahead."""
@@ -207,23 +239,28 @@ class HbmBatchPlan:
         """Make the current stream wait for the plan's tensors and for the rows of its slots."""
         if self.ready is None:
             return
-        if self.lists is not None:
-            tensors = [self.lists.memory]
-        else:
-            tensors = [tensor for bag in self.bags.values() for tensor in bag.tensors()]
-        if self.rows is not None:
-            tensors.append(self.rows)
-        stream = current_stream(tensors[0].device)
-        if self.used_on == stream:
+        lists = self.lists
+        tensors = [next(iter(self.bags.values())).slots if lists is None else lists.memory]
+        handle = torch._C._cuda_getCurrentRawStream(tensors[0].device.index)
+        if self.used_on == handle:
             return
+        stream = current_stream(tensors[0].device)
         stream.wait_event(self.ready)
         if isinstance(self.pins, HbmPins):
             assert self.pins.loaded, "load() did not run for this window"
             if self.pins.ready is not None:
                 stream.wait_event(self.pins.ready)
+        if lists is None:
+            tensors = [tensor for bag in self.bags.values() for tensor in bag.tensors()]
+        elif handle in lists.streams:
+            tensors = []
+        else:
+            lists.streams.add(handle)
+        if self.rows is not None:
+            tensors.append(self.rows)
         for tensor in tensors:
             tensor.record_stream(stream)
-        self.used_on = stream
+        self.used_on = handle
 
 
 @dataclasses.dataclass(slots=True, eq=False)

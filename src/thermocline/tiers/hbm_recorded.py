@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from thermocline.kernels.optimizer_rules import OptimizerStep, StoredStep
+from thermocline.embedding.batch_plan import Gradient
+from thermocline.embedding.row_statistics import CLICK_UNIT
+from thermocline.errors import NotRecordable
+from thermocline.kernels.optimizer_rules import StoredStep
 from thermocline.kernels.segments import capacities
+from thermocline.kernels.statistics import StoredStatistics
 from thermocline.tiers.hbm_plan import HbmBatchPlan, PlanLists
 
 if TYPE_CHECKING:
@@ -24,6 +29,16 @@ class _NoPins:
 
     def release(self) -> None:
         pass
+
+
+def fixed_click_units(gradient: Gradient) -> torch.Tensor:
+    """Return `click_units` of a batch at fixed addresses, computed on the device in each replay."""
+    if gradient.spec.pooling == "none":
+        raise NotRecordable(
+            "rows have the statistic click, and the labels of a bag with pooling 'none' are on the host"
+        )
+    units = torch.round(torch.nan_to_num(gradient.batch.label.double()) / CLICK_UNIT).long()
+    return units.reshape(-1).repeat_interleave(len(gradient.spec.fields))
 
 
 class HbmRecordedRows:
@@ -42,16 +57,22 @@ class HbmRecordedRows:
         optimizer = backend.spec.optimizer
         constants = torch.zeros(StoredStep.WORDS, dtype=torch.int32, device=device)
         self._step = StoredStep(optimizer.code, optimizer.weight_decay, constants)
+        self._stochastic = backend.spec.precision.stochastic
         self._content: object = None
         """What `_constants` contains."""
         self._constants = torch.zeros(StoredStep.WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._statistics: StoredStatistics | None = None
+        if kept := backend.spec.statistics:
+            memory = torch.zeros(StoredStatistics.WORDS, dtype=torch.int32, device=device)
+            self._statistics = StoredStatistics(kept.names, kept.words, memory)
+            self._statistics_words = torch.zeros(len(memory), dtype=torch.int32, pin_memory=device.type == "cuda")
 
     @staticmethod
     def shape(plan: Any) -> Any:
         """Return what two plans must have in common to share the addresses; None: the plan cannot be copied."""
         if not isinstance(plan, HbmBatchPlan) or plan.lists is None or plan.pins is None or plan.rows is not None:
             return None
-        return plan.lists.layout, tuple(plan.specs)
+        return plan.lists.shape(plan.specs)
 
     def load(self, plan: HbmBatchPlan) -> None:
         """Copy a plan with the same shape, on the current stream, after its rows are ready."""
@@ -62,21 +83,24 @@ class HbmRecordedRows:
 
     def set_constants(self, step: int, lr: float, scale: float) -> None:
         """Set the constants of the next step. The upload before must have ended."""
-        rule = OptimizerStep.of(self._backend.spec.optimizer, step, lr=lr, scale=scale)
-        content = rule.constants, step if self._backend.spec.precision.stochastic else 0
+        rule = self._backend.step_rule(step, lr, scale)
+        content = rule, step if self._stochastic else 0
         if content != self._content:  # most optimizers have the same constants in each step
-            self._constants.numpy()[:] = rule.words()
+            self._constants.numpy()[:] = dataclasses.replace(rule, number=step).words()
             self._step.memory.copy_(self._constants, non_blocking=True)
             self._content = content
+        if self._statistics is not None:
+            self._statistics_words.numpy()[:] = self._backend.statistics_step(step).content()
+            self._statistics.memory.copy_(self._statistics_words, non_blocking=True)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """While the step is recorded, or run in its place: updates read `set_constants`, and no event is recorded."""
-        self._backend.recorded_step = self._step
+        self._backend.recorded_step, self._backend.recorded_statistics = self._step, self._statistics
         try:
             yield
         finally:
-            self._backend.recorded_step = None
+            self._backend.recorded_step = self._backend.recorded_statistics = None
 
     def launched(self, plan: HbmBatchPlan) -> None:
         """Note that a replay with this plan was launched on the current stream."""

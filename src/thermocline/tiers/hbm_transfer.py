@@ -96,7 +96,7 @@ class RowTransfer:
         self._write_back_thread = concurrent.futures.ThreadPoolExecutor(1, "thermocline-write-back")
         self._last_write_back: concurrent.futures.Future[None] | None = None
         self._loaded: torch.cuda.Event | None = None
-        """Recorded after the newest load."""
+        """Recorded after the newest load; None: it has ended, or there was none."""
         self._load_lock = threading.RLock()
         self._queue: deque[PendingLoad] = deque()
 
@@ -192,6 +192,8 @@ class RowTransfer:
         try:
             if pending.missing is not None:
                 self._load_rows(pending.missing)
+            elif self._loaded is not None and self._loaded.query():  # type: ignore[no-untyped-call]
+                self._loaded = None  # training need not wait for it again
             pending.ready = self._loaded
             pending.done = True
         except BaseException as error:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from thermocline.arrays import Floats, Keys, Rows
+from thermocline.embedding.key_hash import ALL_KEYS, KeyPart
 from thermocline.embedding.precision import parse_precision
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.row_statistics import parse_statistics
@@ -147,18 +148,20 @@ class HostRows:
         for first in range(0, len(keys), piece):
             self.dram.push(keys[first : first + piece], rows[first : first + piece])
 
-    def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
-        """See `RowBackend.rows`."""
+    def rows(self, store: SsdStore | None, batch_rows: int, part: KeyPart = ALL_KEYS) -> Iterator[tuple[Keys, Floats]]:
+        """See `RowBackend.rows`, of a part of the keys."""
         store = self.store or store
         if store is None:
-            yield from self.dram.dirty_rows(batch_rows)  # never flushed: these are all trained rows
+            yield from self.dram.dirty_rows(batch_rows, part)  # never flushed: these are all trained rows
             return
-        self.dram.flush(store)
-        for keys, rows in store.scan(batch_rows=batch_rows):
+        self.dram.flush(store, part)
+        for keys, rows in store.scan(batch_rows, part):
             yield keys, self.dram.decode(rows.view(np.float32))
 
     def erase(self, keys: Keys, store: SsdStore | None) -> None:
         """Delete rows, none of which is dirty. `store`: where checkpoints are."""
+        if len(keys) == 0:
+            return
         store = self.store or store
         if store is not None:
             store.delete(keys)  # first: then the DRAM tier cannot read them again

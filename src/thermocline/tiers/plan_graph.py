@@ -1,17 +1,19 @@
 """`PlanGraph`: the planning of a window as one recording: slots of all ids, then all lists of every batch.
 
 Windows of equal shape, with the same number of ids in every bag, share a recording. Its inputs lie in one block: a
-header, the keys, then offsets and weights of the bags, which one copy brings to the device. Its outputs are copied out
-after each replay, so that plans stay valid as long as anyone refers to them. Windows of other shapes are planned by the
-same functions without a recording.
+header, the keys, then offsets and weights of the bags. All but the header is brought to the device by one copy. Its
+outputs are copied out after each replay, into memory that a window owns until its pins are released; then a later
+window uses the memory again, with all views and launches that were made for it. Windows of other shapes are planned by
+the same functions without a recording.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +24,13 @@ from thermocline.kernels.insert import InsertPlan, find_or_insert
 from thermocline.tiers.hbm import Assigned, HbmTier, StagedIds
 from thermocline.tiers.hbm_plan import PlanLists, write_plan
 from thermocline.tiers.plan_layout import BagLayout, Capacities, PlanLayout
+from thermocline.utils.page_locked import fixed_words
 from thermocline.utils.recording import Recording, current_stream
 
 HEADER = 4
 """Words of the header: slots in use, number of the window, newest completed window, unused."""
+_EVENTS = 16
+"""Windows of one shape in flight, each with an event of its own; with more, training waits longer than it must."""
 _MAX_GRAPHS = 4
 _MAX_SHAPES = 256
 
@@ -57,19 +62,52 @@ class WindowShape:
         return HEADER + self.keys + sum(self.input_sizes())
 
 
-def shape_of(inputs: Sequence[BagInputs], capacities: Capacities) -> WindowShape:
-    """Return the shape of a window with these batches."""
-    layouts, ids = [], []
-    for batch in inputs:
-        sources = batch.values()
-        layouts.append(capacities.layout([_bag_layout(source) for source in sources]))
-        ids.append(tuple(len(source.ids) for source in sources))
-    return WindowShape(tuple(layouts), tuple(ids))
+class WindowShapes:
+    """Shapes of the windows of one table. Any thread."""
+
+    def __init__(self) -> None:
+        self._capacities = Capacities()
+        self._known: dict[Any, tuple[int, WindowShape]] = {}
+
+    def of(self, inputs: Sequence[BagInputs]) -> WindowShape:
+        """Return the shape of a window with these batches: the same object for equal sizes, as long as no capacity
+        grows."""
+        sizes = tuple([tuple([_sizes(source) for source in batch.values()]) for batch in inputs])
+        version = self._capacities.version
+        known, shape = self._known.get(sizes, (-1, None))
+        if shape is None or known != version:
+            if len(self._known) >= _MAX_SHAPES:
+                self._known.clear()
+            shape = self._shape_of(inputs)
+            self._known[sizes] = version, shape
+        return shape
+
+    def _shape_of(self, inputs: Sequence[BagInputs]) -> WindowShape:
+        layouts, ids = [], []
+        for batch in inputs:
+            sources = batch.values()
+            layouts.append(self._capacities.layout([_bag_layout(source) for source in sources]))
+            ids.append(tuple(len(source.ids) for source in sources))
+        return WindowShape(tuple(layouts), tuple(ids))
+
+
+def _sizes(source: BagInput) -> tuple[int, int, bool, bool]:
+    """Return what the shape of a window depends on."""
+    offsets = source.offsets
+    return len(source.ids), -1 if offsets is None else len(offsets), source.weights is not None, source.mean
 
 
 def _bag_layout(source: BagInput) -> BagLayout:
     bags = None if source.offsets is None else source.bags
     return BagLayout(len(source.ids), bags, source.weights is not None, source.mean and bags is not None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Lists:
+    """Lists of all batches of a window, in one allocation."""
+
+    memory: torch.Tensor
+    batches: list[PlanLists]
 
 
 class PlanGraph:
@@ -79,18 +117,25 @@ class PlanGraph:
         self.shape = shape
         self._tier = tier
         self._cuda = tier.device.type == "cuda"
-        self._header = torch.zeros(HEADER, dtype=torch.int64, pin_memory=self._cuda)
+        self._keys, self._single = shape.keys, shape.words == HEADER + shape.keys
+        self._header = fixed_words(HEADER, tier.device)
         self._block: torch.Tensor | None = None
-        """Inputs on the device. Allocated by `launch`, on the planning stream: memory that another stream has freed may
-        still be written by that stream's kernels."""
+        """Header and inputs on the device. Allocated by `launch`, on the planning stream: memory that another stream
+        has freed may still be written by that stream's kernels."""
+        self._inputs: torch.Tensor | None = None
+        """The block after the header."""
         self._counts: torch.Tensor | None = None
         """Counts of the insertion, then three int32 counts of segments per batch. Allocated with `_block`."""
-        self._record = torch.zeros(COUNTS + 2 * len(shape.ids), dtype=torch.int64, pin_memory=self._cuda)
-        """`_counts` on the host. Not in the recording: page-locked memory must not be used on a stream that records."""
+        self._record = fixed_words(COUNTS + 2 * len(shape.ids), tier.device)
+        """`_counts` on the host."""
         self._written_header, self._counted = self._header.numpy(), self._record.numpy()
+        self._insert_counts = self._counted[:COUNTS]
         self._segment_counts = self._counted[COUNTS:].view(np.int32).reshape(-1, 4)[:, :3]
         self._words = [layout.words for layout in shape.layouts]
         self._recordings: dict[bool, Recording[tuple[InsertPlan, torch.Tensor]] | None] = {}
+        self._free: deque[_Lists] = deque()
+        """Lists of windows that were released."""
+        self._events: deque[torch.cuda.Event] = deque(torch.cuda.Event() for _ in range(_EVENTS) if self._cuda)  # type: ignore[no-untyped-call]
 
     def stage(self, inputs: Sequence[BagInputs]) -> StagedIds:
         """Write the inputs of a window to a block in page-locked memory. Any thread.
@@ -98,62 +143,69 @@ class PlanGraph:
         Ids that are in page-locked memory themselves, and the only input, are uploaded from there.
         """
         sources = [source for batch in inputs for source in batch.values()]
-        if self._cuda and len(sources) == 1 and self.shape.words == HEADER + self.shape.keys:
+        if self._cuda and self._single and len(sources) == 1:
             keys = torch.from_numpy(sources[0].ids.view(np.int64))
             if keys.is_pinned():
-                return StagedIds(keys, self.shape.keys, None)
-        block = torch.empty(self.shape.words, dtype=torch.int64, pin_memory=self._cuda)
+                return StagedIds(keys, self._keys, None)
+        block = torch.empty(self.shape.words - HEADER, dtype=torch.int64, pin_memory=self._cuda)
         words = block.numpy()
-        listed = words[HEADER : HEADER + self.shape.keys].view(np.uint64)
+        listed = words[: self._keys].view(np.uint64)
         np.concatenate([np.empty(0, np.uint64), *(source.ids for source in sources)], out=listed)
-        first, sizes = HEADER + self.shape.keys, self.shape.input_sizes()
+        first, sizes = self._keys, self.shape.input_sizes()
         for source, offsets, weights in zip(sources, sizes[::2], sizes[1::2], strict=True):
             if offsets:
                 words[first : first + offsets] = source.offsets
             if weights:
                 words[first + offsets : first + offsets + weights].view(np.float32)[: len(source.ids)] = source.weights
             first += offsets + weights
-        return StagedIds(block, self.shape.keys, None)
+        return StagedIds(block, self._keys, None)
 
     def launch(self, ids: StagedIds, used: int, now: int, completed: int) -> Callable[[], Assigned]:
         """Plan a window: see `Assign`."""
-        evict = self.shape.keys > self._tier.capacity - used
-        block, device_counts = self._device_memory()
-        if len(ids.keys) == self.shape.keys:
-            self._written_header[:3] = used, now, completed  # the upload before has ended: `wait` ran
-            block[:HEADER].copy_(self._header, non_blocking=True)
-            block[HEADER:].copy_(ids.keys, non_blocking=True)
-        else:
-            ids.keys.numpy()[:3] = used, now, completed
-            block.copy_(ids.keys, non_blocking=True)
+        evict = self._keys > self._tier.capacity - used
+        self._device_memory()
+        assert self._inputs is not None
+        header = self._written_header  # the upload before has ended: `wait` ran
+        header[0], header[1], header[2] = used, now, completed
+        self._inputs.copy_(ids.keys, non_blocking=True)
+        lists = self._take_lists()
         recording = self._recordings.get(evict)
         if recording is None:  # as it is, which compiles and loads the kernels
             self._recordings[evict] = None
             plan, memory = self._run(evict)
         else:
             plan, memory = recording.replay()
-            memory = memory.clone()
-        self._record.copy_(device_counts, non_blocking=True)
-        event = current_stream(self._tier.device).record_event() if self._cuda else None
-        return partial(self._wait, plan, memory, event)
+        lists.memory.copy_(memory, non_blocking=True)
+        event = None
+        if self._cuda:
+            event = self._events[0]
+            self._events.rotate()
+            event.record(current_stream(self._tier.device))
+        return partial(self._wait, plan, lists, event)
 
-    def _wait(self, plan: InsertPlan, memory: torch.Tensor, event: torch.cuda.Event | None) -> Assigned:
+    def _take_lists(self) -> _Lists:
+        """Return memory for the lists of a window, which the planning stream may overwrite from now on."""
+        if not self._free:
+            memory = torch.empty(sum(self._words), dtype=torch.int32, device=self._tier.device)
+            parts = zip(self.shape.layouts, torch.split(memory, self._words), self.shape.ids, strict=True)
+            return _Lists(memory, [PlanLists(layout, piece, ids) for layout, piece, ids in parts])
+        self._tier.wait_for_training()  # which may still read the lists
+        return self._free.popleft()
+
+    def _wait(self, plan: InsertPlan, lists: _Lists, event: torch.cuda.Event | None) -> Assigned:
         if event is not None:
             event.synchronize()
-        counts, segments = self._counted[:COUNTS].tolist(), self._segment_counts.tolist()
+        counts, segments = self._insert_counts.tolist(), self._segment_counts.tolist()
         if counts[NEW.value]:
             plan = plan.copy()
-        pieces = [memory] if len(self._words) == 1 else torch.split(memory, self._words)
-        lists = [
-            PlanLists(layout, piece, ids)
-            for layout, piece, ids in zip(self.shape.layouts, pieces, self.shape.ids, strict=True)
-        ]
-        return Assigned(plan, counts, list(zip(lists, segments, strict=True)))
+        batches = list(zip(lists.batches, segments, strict=True))
+        return Assigned(plan, counts, batches, event, partial(self._free.append, lists))
 
     def _device_memory(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `_block` and `_counts`. On the planning stream only."""
         if self._block is None or self._counts is None:
             self._block = torch.empty(self.shape.words, dtype=torch.int64, device=self._tier.device)
+            self._inputs = self._block[HEADER:]
             self._counts = torch.zeros(len(self._record), dtype=torch.int64, device=self._tier.device)
         return self._block, self._counts
 
@@ -170,6 +222,7 @@ class PlanGraph:
 
     def _run(self, evict: bool) -> tuple[InsertPlan, torch.Tensor]:
         block, device_counts = self._device_memory()
+        block[:HEADER].copy_(self._header, non_blocking=True)
         tier, keys = self._tier, block[HEADER : HEADER + self.shape.keys]
         used, now, completed, _ = torch.split(block[:HEADER], 1)
         plan = find_or_insert(
@@ -191,6 +244,7 @@ class PlanGraph:
             first += sum(ids)
             segments = write_plan(PlanLists(layout, piece, ids), slots, bags)
             counts[n, :3].copy_(segments.counts)
+        self._record.copy_(device_counts, non_blocking=True)
         return plan, memory
 
 

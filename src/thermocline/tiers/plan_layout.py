@@ -114,6 +114,8 @@ class Capacities:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.version = 0
+        """Changes when a capacity grows: later layouts may differ."""
         self._largest: dict[tuple[tuple[int | None, bool, bool], ...], list[int]] = {}
         self._layouts: dict[tuple[BagLayout, ...], PlanLayout] = {}
 
@@ -124,7 +126,9 @@ class Capacities:
             before = self._largest.get(key, [0] * len(bags))
             pairs = zip(bags, before, strict=True)
             sizes = [bag.ids if bag.bags is None else max(size, _rounded_up(bag.ids)) for bag, size in pairs]
-            self._largest[key] = sizes
+            if sizes != before:
+                self._largest[key] = sizes
+                self.version += 1
             shape = tuple(dataclasses.replace(bag, ids=size) for bag, size in zip(bags, sizes, strict=True))
             if (layout := self._layouts.get(shape)) is None:
                 if len(self._layouts) == _MOST_LAYOUTS:

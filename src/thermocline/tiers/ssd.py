@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from thermocline.arrays import Keys, Rows, as_keys, as_rows
 from thermocline.core import core
+from thermocline.embedding.key_hash import ALL_KEYS, KeyPart
 from thermocline.errors import IoError, ThermoclineError
 from thermocline.utils.atomic_file import make_folder
 from thermocline.utils.machine import memory_bytes
@@ -259,14 +260,16 @@ class SsdStore:
         self._show_warnings()
         return epoch
 
-    def scan(self, batch_rows: int = 65536) -> Iterator[tuple[Keys, Rows]]:
-        """Yield every live row once, in any order: (uint64[m], uint8[m, row_bytes]) with m <= `batch_rows`.
+    def scan(self, batch_rows: int = 65536, part: KeyPart = ALL_KEYS) -> Iterator[tuple[Keys, Rows]]:
+        """Yield every live row of a part of the keys once, in any order: (uint64[m], uint8[m, row_bytes]) with m <=
+        `batch_rows`.
 
-        The scan reads a snapshot taken by this call; later changes do not affect it.
+        The scan reads a snapshot taken by this call; later changes do not affect it. It reads the pages that have rows
+        of the part.
         """
         if batch_rows <= 0:
             raise ValueError(f"batch_rows is {batch_rows}: it must be at least 1")
-        return _batches(self._core.scan(), batch_rows, self._row_bytes)
+        return _batches(self._core.scan(part.lo, part.hi), batch_rows, self._row_bytes)
 
     def position(self) -> str:
         """Return a text that identifies the rows put so far, for `changes`."""

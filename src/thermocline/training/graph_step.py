@@ -141,9 +141,6 @@ class GraphStep:
                     f"the learning rate of {type(optimizer).__name__} is not in GPU memory: use Adam, AdamW, SGD or "
                     "Adagrad of torch.optim without the arguments foreach and fused"
                 )
-        for table in self._tables:
-            if table.expiry is not None:
-                return f"table {table.name!r} has expiry, which the host runs after a step"
         return next((reason for table in self._tables if (reason := table.backend.cannot_record())), "")
 
     def _give_up(self, reason: str) -> None:
@@ -219,7 +216,7 @@ class GraphStep:
         for values in (batch.label, batch.dense):
             if values is not None and not isinstance(values, (np.ndarray, torch.Tensor)):
                 return None
-            shape.append(None if values is None else (tuple(values.shape), str(values.dtype).removeprefix("torch.")))
+            shape.append(None if values is None else (values.shape, values.dtype))
         for table in self._tables:
             plan = batch.prepared.get(table)
             plan_shape = None if plan is None else table.backend.plan_shape(plan)
@@ -309,6 +306,7 @@ class _RecordedStep:
             raise FloatingPointError(f"the loss of step {progress.step} is {loss}: the step was not applied")
         steps = [table.step_count + 1 for table in self._tables]
         for rows, table, step in zip(self._rows, self._tables, steps, strict=True):
+            table.set_step_time([batch])
             rows.set_constants(step, table.lr, 1.0)
         if self._update_recording is None:
             self._update(progress)
@@ -317,6 +315,7 @@ class _RecordedStep:
         for rows, plan, table, step in zip(self._rows, plans, self._tables, steps, strict=True):
             rows.launched(plan)
             table.step_count = step
+            table.expire_after_step()
         return GraphResult(self._logits, label, loss)
 
     def _forward(self) -> None:

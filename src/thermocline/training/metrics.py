@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _Array = npt.NDArray[Any]
 _MAX_STATE_BYTES = 1 << 34
+NAN_SCORE = "a score is NaN: the model diverged, or its inputs contain NaN"
 
 
 class Metric(abc.ABC):
@@ -192,10 +193,14 @@ class _Sums(Metric):
     def _add(self, scores: _Array, labels: _Array) -> None:
         x = (scores if self.logits else _logit(scores)).astype(np.float64)
         small = np.exp(-np.abs(x))  # never overflows
-        self.examples += len(x)
+        self.examples += x.size
         self._clicks += int(np.count_nonzero(labels))
-        self._loss += float((np.log1p(small) + np.maximum(np.where(labels, -x, x), 0)).sum())
-        self._predicted += float((np.where(x >= 0, 1.0, small) / (1 + small)).sum())
+        losses = (np.log1p(small) + np.maximum(np.where(labels, -x, x), 0)).sum(-1)
+        predicted = (np.where(x >= 0, 1.0, small) / (1 + small)).sum(-1)
+        for loss in losses.reshape(-1).tolist():  # batch by batch: joining batches must not change a bit
+            self._loss += loss
+        for sum_of_batch in predicted.reshape(-1).tolist():
+            self._predicted += sum_of_batch
 
     @property
     def logloss(self) -> float:
@@ -268,6 +273,12 @@ class ExactMetrics:
         self._auc._add(*checked)
         self._sums._add(*checked)
 
+    def update_joined(self, scores: _Array, labels: _Array) -> None:
+        """Add batches of equal size, one per row of float32[batches, size], whose labels are checked and whose scores
+        are no NaN. The result is that of `update` with each row."""
+        self._auc._add(scores.reshape(-1), labels.reshape(-1))
+        self._sums._add(scores, labels)
+
     def merge(self, other: Self) -> None:
         """Add the examples of another instance, for example of another rank."""
         self._auc._merge(other._auc)  # type: ignore[arg-type]
@@ -324,7 +335,7 @@ def _checked(scores: Any, labels: Any, check: bool = True) -> tuple[_Array, _Arr
     if values.shape != classes.shape:
         raise ValueError(f"{len(values)} scores with {len(classes)} labels: pass one label per score")
     if np.isnan(values).any():
-        raise ValueError("a score is NaN: the model diverged, or its inputs contain NaN")
+        raise ValueError(NAN_SCORE)
     if check:
         check_labels(classes)
     return values, classes
@@ -333,15 +344,15 @@ def _checked(scores: Any, labels: Any, check: bool = True) -> tuple[_Array, _Arr
 def check_labels(labels: Any) -> None:
     """Raise `LabelError` unless all labels are 0 or 1."""
     classes = _floats(labels, "labels")
-    correct = (classes == 0) | (classes == 1)
-    if not correct.all():
-        wrong = classes[~correct][0]
+    if np.count_nonzero(classes) != np.count_nonzero(classes == 1):
+        wrong = classes[(classes != 0) & (classes != 1)][0]
         raise LabelError(f"a label is {wrong}: labels must be 0 or 1. To convert ratings, set data.label_threshold")
 
 
 def _floats(value: Any, what: str) -> _Array:
     if hasattr(value, "detach"):  # a torch tensor, possibly on a GPU or of a dtype without a NumPy equivalent
-        value = value.detach().cpu()
+        if value.is_cuda or value.requires_grad:
+            value = value.detach().cpu()
         if value.dtype.itemsize < 4:
             value = value.float()
     array = np.asarray(value) if isinstance(value, (list, tuple)) else as_numpy(value, what)

@@ -18,6 +18,7 @@ from thermocline.serving.changes import Changes
 from thermocline.serving.row_format import Precision
 from thermocline.serving.snapshot import open_state
 from thermocline.serving.version import RowFileFormat, TableFile
+from thermocline.training.rank_rows import RankRows
 from thermocline.training.row_source import RowSource
 
 
@@ -43,12 +44,50 @@ def publish_table(
     formats    also write rows as "parquet" or "safetensors"; default: as the current version
     files      further files of the version, by name, such as those of `scoring_files(run)`
     advance    called with the number of rows read since the last call
+
+    Over ranks every rank calls it, between the same steps, with equal arguments; `path` and `files` matter on rank 0
+    alone, which writes the version. It has the rows of all ranks, and every rank gets it. If it fails on one rank,
+    all raise, and nothing becomes visible.
     """
-    with Publication(path, precision=precision, formats=formats) as publication:
-        before = _published(publication, table.name) if delta else None
-        served = served or (ServedRows() if before is None else ServedRows.of(before))
+    settings = _Settings(table, path, step, delta, precision, event_time, served, formats, files or {})
+    if table.groups is None or table.groups.topology.world == 1:
+        return _publish(settings, lambda: RowSource(table, advance))
+    with table.groups.busy():
+        ranks = RankRows(table, advance)
+        if not ranks.is_rank0:
+            return ranks.answer()
+        try:
+            version = _publish(settings, lambda: ranks)
+        except Exception as error:
+            ranks.end(None, error)
+            raise
+        ranks.end(version)
+        return version
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Settings:
+    """Arguments of `publish_table`."""
+
+    table: Table
+    path: str | os.PathLike[str]
+    step: int
+    delta: bool
+    precision: Precision | None
+    event_time: float | None
+    served: ServedRows | None
+    formats: Iterable[RowFileFormat] | None
+    files: Mapping[str, bytes]
+
+
+def _publish(given: _Settings, open_source: Callable[[], RowSource]) -> Version:
+    table = given.table
+    with Publication(given.path, precision=given.precision, formats=given.formats) as publication:
+        before = _published(publication, table.name) if given.delta else None
+        served = given.served or (ServedRows() if before is None else ServedRows.of(before))
         served.check(table.spec.statistics.names)
-        source = RowSource(table, advance)
+        source = open_source()
+        watermark: dict[str, Any] = {"step": given.step, "event_time": given.event_time, "files": given.files}
         options: dict[str, Any] = {
             "name": table.name,
             "dim": table.dim,
@@ -61,10 +100,10 @@ def publish_table(
         }
         if before is None:
             tables = [TableRows(rows=source.rows(served, options.get("shared_key")), **options)]
-            return publication.publish_base(tables, step=step, event_time=event_time, files=files or {})
+            return publication.publish_base(tables, **watermark)
         changes = _changes(source, publication, before, served, options.get("shared_key"))
         tables = [TableRows(rows=changes, deleted=changes.deleted, **options)]
-        return publication.publish_delta(tables, step=step, event_time=event_time, files=files or {})
+        return publication.publish_delta(tables, **watermark)
 
 
 def with_coefficients(served: ServedRows, expiry: Expiry | None) -> ServedRows:

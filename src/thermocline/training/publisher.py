@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thermocline.config.publish import SERVED, Publish
+from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.embedding.expiry import Expiry
 from thermocline.embedding.table import Table
 from thermocline.errors import NotFoundError, ThermoclineError
@@ -16,6 +18,7 @@ from thermocline.serving import Publication, ServedRows, Version
 from thermocline.serving.version import read_current, read_version, versions
 from thermocline.training.callbacks import Callback
 from thermocline.training.publish import publish_table, with_coefficients
+from thermocline.training.rank_coordinator import PUBLISH
 from thermocline.utils.text_format import parse_duration
 
 if TYPE_CHECKING:
@@ -24,10 +27,14 @@ if TYPE_CHECKING:
     from thermocline.training.trainer import Trainer
 
 _KEPT_BASES = 2
+_DOING = "publishing a version"
 
 
 class Publisher(Callback):
     """Publishes a version between steps when one is due, and at the end of a finished run.
+
+    Over ranks every rank has one: rank 0's clock decides, and rank 0 writes the rows of all (`rank_rows.py`). While the
+    ranks wait for files nothing is published, as they cannot agree on it: the next step does.
 
     A new run publishes a base first, a resumed one a delta. A base is also published where a delta is not possible:
     the folder has no version, was rolled back, or has a later step or another precision.
@@ -65,17 +72,21 @@ class Publisher(Callback):
     def on_start(self, trainer: Trainer) -> None:
         self._is_new = trainer.progress.step == 0
         self._published_at = time.monotonic()
+        trainer.ranks.publish_due = self._is_due
 
     def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
         every = self._settings.every_steps
-        if (every is not None and trainer.progress.step % every == 0) or self._is_due():
+        by_step = every is not None and trainer.progress.step % every == 0
+        if by_step or trainer.ranks.requested(PUBLISH, self._is_due()):
             self._publish(trainer, trainer.progress.step)
 
     def on_wait(self, trainer: Trainer) -> None:
-        if self._is_due() and trainer.progress.step > self._published_step:
+        if trainer.ranks.world == 1 and self._is_due() and trainer.progress.step > self._published_step:
             self._publish(trainer, trainer.progress.step)
 
     def on_end(self, trainer: Trainer) -> None:
+        if trainer.ranks.world > 1 and sys.exc_info()[0] is not None:
+            return  # other ranks may be lost
         if trainer.completed_step is not None and trainer.completed_step != self._published_step:
             self._publish(trainer, trainer.completed_step)
 
@@ -83,18 +94,21 @@ class Publisher(Callback):
         return self._seconds is not None and time.monotonic() - self._published_at >= self._seconds
 
     def _publish(self, trainer: Trainer, step: int) -> None:
+        runner = CollectiveRunner.of([self._table])
+        with trainer.ranks.merged():
+            files = self._files()
+        event_time = trainer.ranks.latest(trainer.progress.event_time)
         try:
-            delta = not self._is_new and self._takes_delta(step)
+            delta = runner.broadcast(_DOING, lambda: not self._is_new and self._takes_delta(step))
             with warnings.catch_warnings():
                 if len(self.versions) > 1:  # once is enough, and the next versions have the same cause
                     warnings.filterwarnings("ignore", ".*all rows are compared with version", RuntimeWarning)
                 version = publish_table(
                     self._table, self._folder, step=step, delta=delta, precision=self._settings.precision,
-                    served=self._served, event_time=trainer.progress.event_time, files=self._files(),
+                    served=self._served, event_time=event_time, files=files,
                 )  # fmt: skip
             if not delta:
-                with Publication(self._folder, precision=self._settings.precision) as publication:
-                    publication.retire(_KEPT_BASES)
+                runner.broadcast(_DOING, self._retire)
         except (OSError, ValueError, ThermoclineError) as error:
             self._published_at = time.monotonic()
             self._fail(trainer, f"publish.folder is {str(self._folder)!r}: step {step} cannot be published: {error}")
@@ -102,6 +116,12 @@ class Publisher(Callback):
             self._is_new = False
             self._published_step, self._published_at = step, time.monotonic()
             self.versions.append(version)
+        finally:
+            trainer.ranks.done(PUBLISH)
+
+    def _retire(self) -> None:
+        with Publication(self._folder, precision=self._settings.precision) as publication:
+            publication.retire(_KEPT_BASES)
 
     def _takes_delta(self, step: int) -> bool:
         """Whether the current version can be followed by a delta, and is not the last one before a base."""
@@ -121,7 +141,8 @@ class Publisher(Callback):
 
     def _fail(self, trainer: Trainer, text: str) -> None:
         if self._settings.on_error == "warn":
-            warnings.warn(f"{text}. Training continues", RuntimeWarning, stacklevel=2)
+            if trainer.ranks.is_rank0:
+                warnings.warn(f"{text}. Training continues", RuntimeWarning, stacklevel=2)
             return
         trainer.save()
         raise ThermoclineError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from thermocline.distributed.communicator import Groups
     from thermocline.distributed.dense_sync import DenseParameters
 
-INTERRUPT, SAVE, STOP, DAMAGE = 1, 2, 4, 8
+INTERRUPT, SAVE, STOP, DAMAGE, PUBLISH = 1, 2, 4, 8, 16
 
 
 class RankCoordinator:
@@ -60,9 +60,11 @@ class RankCoordinator:
                 model.parameters(), optimizers, self.groups, dense_sync, buffers=model.buffers()
             )
         self._sent = 0
-        """SAVE while this rank's request for a save is pending."""
+        """Flags of this rank's clock whose request is pending: SAVE, PUBLISH."""
         self._requests = 0
         """Flags received from all ranks."""
+        self.publish_due: Callable[[], bool] = lambda: False
+        """Whether rank 0's clock requests a publication; also called on the thread of the exchange stage."""
 
     def require_equal_settings(self, config: TrainConfig, *, saves: bool, resume: bool) -> None:
         """Raise `ConfigError` if ranks have different settings of the loop; `saves`: whether they have a run_dir.
@@ -76,10 +78,10 @@ class RankCoordinator:
     # ---- flags
 
     def local_flags(self, interrupted: bool, save: bool, stop: bool, damaged: bool = False) -> int:
-        """Return this rank's flags for the next window. Only rank 0's clock counts; a save is requested once."""
-        save = save and self.is_rank0 and not self._sent & SAVE
-        self._sent |= SAVE * save
-        return INTERRUPT * interrupted | SAVE * save | STOP * stop | DAMAGE * damaged
+        """Return this rank's flags for the next window. Only rank 0's clock counts; what it requests is sent once."""
+        clock = (SAVE * save | PUBLISH * self.publish_due()) & ~self._sent if self.is_rank0 else 0
+        self._sent |= clock
+        return INTERRUPT * interrupted | clock | STOP * stop | DAMAGE * damaged
 
     def merge_flags(self, flags: int) -> None:
         """Add the combined flags of all ranks, received with the current batch."""
@@ -89,10 +91,10 @@ class RankCoordinator:
         """Whether to act now: for one rank `local`, else whether all ranks received `flag`."""
         return local if self.world == 1 else bool(self._requests & flag)
 
-    def saved(self) -> None:
-        """Clear the request for a save."""
-        self._sent &= ~SAVE
-        self._requests &= ~SAVE
+    def done(self, flag: int) -> None:
+        """Clear the request of a clock: SAVE or PUBLISH."""
+        self._sent &= ~flag
+        self._requests &= ~flag
 
     def busy(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for local work, such as a callback, that other ranks wait for longer than the timeout."""
@@ -144,6 +146,15 @@ class RankCoordinator:
         gathered = self.groups.train.all_gather(np.array(figures, np.float64), "gathering metrics")
         per_rank: list[list[float]] = gathered.tolist()
         return per_rank
+
+    def latest(self, time: int | None) -> int | None:
+        """Return the newest time of all ranks; None: no rank has one."""
+        if self.groups is None:
+            return time
+        own = np.array([time is not None, time or 0], np.int64)
+        gathered = self.groups.train.all_gather(own, "gathering event times")
+        known = gathered[gathered[:, 0] != 0, 1]
+        return int(known.max()) if len(known) else None
 
     def total(self, *figures: float) -> list[float]:
         """Return each figure summed over all ranks."""

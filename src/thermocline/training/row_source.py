@@ -1,6 +1,7 @@
 """`RowSource`: the served rows of a table in hash order, all of them or those that changed since a position of its log.
 
-Inside, a row is its weights, followed by the words of its statistics if the rule of the served rows reads them.
+Inside, a row is its weights, followed by the words of its statistics if the rule of the served rows reads them. Over
+ranks a `RowSource` has the rows of its own rank; `rank_rows.py` has those of all.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import numpy as np
 from thermocline.arrays import Floats, Keys, Mask, Rows
 from thermocline.distributed.shard_reader import ShardReaderTable
 from thermocline.embedding.table import Table
-from thermocline.errors import ThermoclineError
 from thermocline.serving.changes import merge_by_hash, sort_by_hash
 from thermocline.serving.served_rows import Candidates, ServedRows
 from thermocline.tiers.ssd import SsdStore
@@ -30,10 +30,6 @@ class RowSource:
         self._table = table
         self._advance = advance
         self._stores = _stores(table)
-        if table.groups is not None and not isinstance(table, ShardReaderTable):
-            raise ThermoclineError(
-                f"table {table.name!r}: its rows are on several ranks: save a checkpoint, and publish it in one process"
-            )
         if not isinstance(table, ShardReaderTable) and self._stores:
             table.backend.flush(self._stores[0])  # changed rows of HBM and DRAM
         self.positions = tuple(store.position() for store in self._stores)
@@ -45,9 +41,13 @@ class RowSource:
         return served.select(lambda: self._candidates(served), always)
 
     def _candidates(self, served: ServedRows) -> Iterator[Candidates]:
-        rows = self._all_rows(served)
-        for keys, packed in rows if self._stores else sort_by_hash(rows):
+        for keys, packed in self.packed(served):
             yield self._unpack(keys, packed, served)
+
+    def packed(self, served: ServedRows) -> Iterator[Piece]:
+        """Yield all trained rows, as they are inside."""
+        rows = self._all_rows(served)
+        return rows if self._stores else sort_by_hash(rows)
 
     def _all_rows(self, served: ServedRows) -> Iterator[Piece]:
         table = self._table
@@ -78,6 +78,14 @@ class RowSource:
         always         a key that is served in any case
         """
         served.check(self._table.spec.statistics.names)
+        found = self.logged(since, decays, served)
+        if isinstance(found, str):
+            return found
+        unpacked = ((self._unpack(keys, packed, served), deleted) for keys, packed, deleted in found)
+        return LoggedChanges(unpacked, served, always)
+
+    def logged(self, since: Sequence[str], decays: int | None, served: ServedRows) -> Iterator[Change] | str:
+        """Return all changes since a version; a text, the cause, if they are not known. See `changes`."""
         if not self._stores:
             return "the table has neither a store nor a checkpoint, so that its changes are not recorded"
         if not since:
@@ -94,9 +102,7 @@ class RowSource:
         if causes := [stream for stream in streams if isinstance(stream, str)]:
             return causes[0]
         decoded = [self._decoded(stream, served) for stream in streams if not isinstance(stream, str)]
-        merged = decoded[0] if len(decoded) == 1 else _merged(decoded)
-        unpacked = ((self._unpack(keys, packed, served), deleted) for keys, packed, deleted in merged)
-        return LoggedChanges(unpacked, served, always)
+        return decoded[0] if len(decoded) == 1 else merge_changes(decoded)
 
     @property
     def decays(self) -> int:
@@ -111,7 +117,7 @@ class RowSource:
             self._advance(len(keys))
 
 
-def _merged(streams: Sequence[Iterator[Change]]) -> Iterator[Change]:
+def merge_changes(streams: Sequence[Iterator[Change]]) -> Iterator[Change]:
     """Merge changes of several stores by hash; the flags travel as a further column."""
     packed = (
         ((keys, np.column_stack([rows, deleted.astype(np.float32)])) for keys, rows, deleted in stream)

@@ -25,6 +25,7 @@ from thermocline.config.data import Split
 from thermocline.config.rank_rules import rank_settings
 from thermocline.config.schema import Config, OptimizerName, Tiers
 from thermocline.data.features import Features
+from thermocline.data.follow import FileAgreement
 from thermocline.data.open_data import check_paths, has_split, open_data, require_local
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.launch import join_ranks, machine_world, world_size
@@ -163,11 +164,6 @@ class Run:
                 self.groups = undo.enter_context(join_ranks(config.dist))
             same = {**rank_settings(config), "resume": resume}
             self._require_equal(same, "start all ranks with the same config and flags")
-            if self.groups is not None and self._shard[1] > 1 and config.publish.folder is not None and not read_only:
-                raise ConfigError(
-                    f"publish.folder is {config.publish.folder!r}: {self._shard[1]} ranks cannot publish; leave it out "
-                    "and use `thermocline export`"
-                )
             self.folder = RunFolder.read(run_dir, self.runner)
             """State of the folder of the run when it was opened."""
             if read_only and not self.folder.has_run and not self.folder.has_begun:
@@ -241,8 +237,6 @@ class Run:
             "on_damage": tiers.on_damage,
         }
         dim, optimizer = row_dim(config.model), row_optimizer(config)
-        if config.admission is not None and (self.groups is not None or self.folder.saved_by_ranks):
-            raise ConfigError("[admission] is set: it must be left out over several ranks, which have no admission yet")
         if read_only and (self.groups is not None or self.folder.saved_by_ranks):
             from thermocline.distributed.shard_reader import ShardReaderTable
 
@@ -308,7 +302,8 @@ class Run:
 
     def _open(self, split: Split, options: dict[str, Any]) -> Any:
         try:
-            opened: Any = open_data(self.config.data, split, shard=self._shard, **options)
+            agreement = self._file_agreement() if split == "train" else None
+            opened: Any = open_data(self.config.data, split, shard=self._shard, agreement=agreement, **options)
         except DataError:
             if split == "train" or self._shard == (0, 1):
                 raise
@@ -319,6 +314,13 @@ class Run:
         else:
             self._identities[f"data.{split}"] = opened.identity
         return opened
+
+    def _file_agreement(self) -> FileAgreement | None:
+        if self.groups is None or self.groups.topology.world == 1 or not self.config.data.follow:
+            return None
+        from thermocline.distributed.file_agreement import RankFiles
+
+        return RankFiles(self.groups)
 
     # ---- training
 
@@ -370,7 +372,8 @@ class Run:
         if self._shard[0] == 0:
             if not folder.has_run:  # before the first checkpoint, which needs them
                 files.write()
-            active = [files, *callbacks, *self._publishers()]
+            active = [files, *callbacks]
+        active += self._publishers()
         trainer = Trainer(
             self.model, self.optimizers, run_dir=run_dir, config=config.train, callbacks=active,
             dense_sync=config.dist.dense_sync,

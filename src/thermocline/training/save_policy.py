@@ -128,7 +128,7 @@ class SavePolicy:
         with meter.paused():
             extra = {"trainer": dataclasses.asdict(progress), "metrics": meter.state(), "progressive": progressive}
             checkpoint = self.checkpoints.save(progress.step, position, extra, tag=tag)
-        self._ranks.saved()
+        self._ranks.done(SAVE)
         self.saved, self.saved_at = dataclasses.replace(progress), time.monotonic()
         self.seconds = self.saved_at - start
         return checkpoint

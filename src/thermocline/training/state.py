@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from thermocline.arrays import Offsets
+from thermocline.embedding.row_statistics import limited_time
 from thermocline.training.callbacks import Row
 
 
@@ -35,10 +36,10 @@ class Progress:
     valid: Row | None = None
     """Metrics of the last validation, or of the best one if patience is set."""
 
-    def advance_time(self, time: Offsets | None) -> None:
-        """Advance the watermark to the event times of a batch."""
+    def advance_time(self, time: Offsets | None, max_jump: int | None = None) -> None:
+        """Advance the watermark to the event times of a batch, at most by `max_jump` seconds."""
         if time is not None and len(time):
-            latest = int(time.max())
+            latest = limited_time(time, self.event_time, max_jump)
             self.event_time = latest if self.event_time is None else max(self.event_time, latest)
 
 

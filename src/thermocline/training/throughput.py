@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from thermocline.embedding.table import Table
 from thermocline.pipeline.executor import StageStats
 from thermocline.pipeline.lookahead import LookAheadStats
-from thermocline.training.metrics import ExactMetrics, StreamingMetrics
+from thermocline.training.metrics import NAN_SCORE, ExactMetrics, StreamingMetrics
 
-_THREAD_EXAMPLES = 8192
-"""Examples of a batch from which its metrics are computed on another thread, beside the step on the GPU."""
+_LARGE_EXAMPLES = 8192
+"""Examples of a batch from which its metrics are computed alone."""
+_JOINED_EXAMPLES = 16384
+"""Examples of smaller batches that are counted together: the calls would cost more than the arithmetic."""
 
 
 def lookahead_figures(stats: LookAheadStats, before: LookAheadStats | None, seconds: float) -> dict[str, Any]:
@@ -56,6 +61,9 @@ class ThroughputMeter:
         self._window = window
         self._thread: ThreadPoolExecutor | None = None
         self._update: Future[None] | None = None
+        self._joined, self._spare = np.empty((2, 2, 0, 0), np.float32)
+        """Logits and labels of batches that are not counted yet, and memory for those after them."""
+        self._joined_size = self._joined_count = 0
         self._began = time.perf_counter()
         self._paused = self._paused_before = 0.0
         self.new_epoch()
@@ -96,29 +104,67 @@ class ThroughputMeter:
     def add(self, logits: torch.Tensor, label: torch.Tensor, loss: float) -> None:
         """Add one step whose labels are checked. The caller may overwrite `logits` and `label` afterwards.
 
-        Large batches are counted on another thread; what that raises is raised by the next call.
+        Batches are counted on another thread, several small ones together; what that raises is raised by a later call.
         """
-        if len(label) < _THREAD_EXAMPLES:
-            self._count(logits, label)
+        if len(label) < _LARGE_EXAMPLES:
+            self._join(logits, label)
         else:
             self.settle()
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "thermocline-metrics")
-            self._update = self._thread.submit(self._count, logits.clone(), label.clone())
+            self._start(self._count, logits.clone(), label.clone())
         self._loss += loss
         self._examples += len(label)
         self._steps += 1
+
+    def _join(self, logits: torch.Tensor, label: torch.Tensor) -> None:
+        """Keep a copy of a batch; count the batches kept when their number is sufficient."""
+        size = len(label)
+        if logits.dtype != torch.float32 or size == 0:
+            self.settle()
+            self._count(logits, label)
+            return
+        if size != self._joined_size:
+            self.settle()
+            self._joined_size = size
+            self._joined, self._spare = np.empty((2, 2, max(1, _JOINED_EXAMPLES // size), size), np.float32)
+        scores = self._joined[0, self._joined_count]
+        scores[:] = logits.numpy()
+        self._joined[1, self._joined_count] = label.numpy()
+        if math.isnan(scores.min()):
+            raise ValueError(NAN_SCORE)
+        self._joined_count += 1
+        if self._joined_count == self._joined.shape[1]:
+            self._wait()
+            self._joined_count = 0
+            self._start(self._count_joined, self._joined)
+            self._joined, self._spare = self._spare, self._joined  # counted until the next `_wait`
 
     def _count(self, logits: torch.Tensor, label: torch.Tensor) -> None:
         self._metrics.update(logits, label, check=False)
         if self._window is not None:
             self._window.update(logits, label, check=False)
 
-    def settle(self) -> None:
-        """Wait until all steps are counted."""
+    def _count_joined(self, batches: npt.NDArray[np.float32]) -> None:
+        self._metrics.update_joined(*batches)
+        if self._window is not None:
+            self._window.update_joined(*batches)
+
+    def _start(self, count: Callable[..., None], *args: Any) -> None:
+        """Count on another thread."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "thermocline-metrics")
+        self._update = self._thread.submit(count, *args)
+
+    def _wait(self) -> None:
         update, self._update = self._update, None
         if update is not None:
             update.result()
+
+    def settle(self) -> None:
+        """Wait until all steps are counted."""
+        self._wait()
+        count, self._joined_count = self._joined_count, 0
+        if count:
+            self._count_joined(self._joined[:, :count])
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

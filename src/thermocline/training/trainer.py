@@ -30,7 +30,7 @@ from thermocline.batch import Batch
 from thermocline.config.dense_sync import DenseSync
 from thermocline.config.train import TrainConfig as TrainConfig
 from thermocline.embedding.table import Table
-from thermocline.errors import CorruptionError, ThermoclineError
+from thermocline.errors import ConfigError, CorruptionError, ThermoclineError
 from thermocline.pipeline.executor import StageStats
 from thermocline.pipeline.lookahead import LookAheadStats
 from thermocline.pipeline.prefetch import prefetch
@@ -92,7 +92,8 @@ class Trainer:
         self.config = config or TrainConfig()
         self.loss = loss
         self.tables = tables_of(model)
-        self._ranks = RankCoordinator(self.tables, model, self.optimizers, dense_sync or DenseSync())
+        self.ranks = RankCoordinator(self.tables, model, self.optimizers, dense_sync or DenseSync())
+        """Agreement with the trainers of other ranks."""
         self.progress = Progress()
         self.position: Any = None
         """Position of the last trained batch."""
@@ -103,9 +104,9 @@ class Trainer:
         self._epoch_batches: int | None = None
         """Batches per epoch: length or estimate of the loader, then the count of the first whole epoch."""
         self._run_dir = None if run_dir is None else Path(run_dir)
-        self._saves = SavePolicy(self._run_dir, self.config, self._ranks)
+        self._saves = SavePolicy(self._run_dir, self.config, self.ranks)
         self._dense_step = DenseStep(model, self.tables, self.config)
-        self._optimizer_step = OptimizerStep(self.tables, self.optimizers, self._ranks, self.config)
+        self._optimizer_step = OptimizerStep(self.tables, self.optimizers, self.ranks, self.config)
         self.graph_step = GraphStep(
             model, self.tables, self.optimizers, self._dense_step, self._optimizer_step, loss, self.config
         )
@@ -117,7 +118,7 @@ class Trainer:
         """Whether `fit` has ended and replaced every rank's own dense model by the mean."""
         self._losses: list[torch.Tensor] = []
         """Losses of the batches whose gradients are accumulated for the next step."""
-        self._progressive = ProgressiveValidation(self.config, self._ranks)
+        self._progressive = ProgressiveValidation(self.config, self.ranks)
         self._meter = ThroughputMeter(self.tables)
         self._figures = RankFigures(self.tables)
         self._stages: Sequence[StageStats] = ()
@@ -156,7 +157,7 @@ class Trainer:
                     self._stop_for_damage()
                 step = self._finish(valid, interrupted=interrupted)
                 self.completed_step = None if interrupted else step
-                trained = int(self._ranks.total(self.progress.examples - examples_before)[0])
+                trained = int(self.ranks.total(self.progress.examples - examples_before)[0])
                 if interrupted and not caught:  # another rank received the signal: exit here too
                     caught.append(signal.SIGTERM)
             seconds = self._meter.seconds
@@ -165,7 +166,7 @@ class Trainer:
                 speed = trained / seconds if trained else None
                 tested = self._report("test", {**self.evaluate(test), "step": step, "examples_per_s": speed})
             if not interrupted:
-                self._averaged = self._ranks.merge()
+                self._averaged = self.ranks.merge()
         except KeyboardInterrupt:
             if self.ending == _FAILED:  # a second Ctrl-C, before `_finish` was done
                 saved = self._saves.saved
@@ -185,7 +186,7 @@ class Trainer:
                 *self.tables,
                 depth=self.config.depth,
                 pull_window=self.config.pull_window,
-                flags_fn=lambda: self._ranks.local_flags(
+                flags_fn=lambda: self.ranks.local_flags(
                     bool(caught), self._saves.interval_elapsed(), self._stop, bool(self._damage())
                 ),
                 idle=(lambda: self._while_waiting(train, caught)) if hasattr(train, "waiting") else None,
@@ -193,7 +194,7 @@ class Trainer:
         ):
             self._stages, self._lookahead = batches.stats, batches.lookahead
             for batch in batches:
-                self._ranks.merge_flags(batches.flags)
+                self.ranks.merge_flags(batches.flags)
                 if self.progress.step == self._first_step and not self._losses:
                     report_phase(self._first_phase)
                 loss = self.train_step(batch)
@@ -202,7 +203,7 @@ class Trainer:
                 self._after_step(loss, valid)
                 if self.finished or self._interrupted(caught):
                     return
-            self._ranks.merge_flags(batches.flags)
+            self.ranks.merge_flags(batches.flags)
             if hasattr(train, "waiting"):  # no end of an epoch: a resumed run continues with newer files
                 self._stop = True
                 return
@@ -219,7 +220,17 @@ class Trainer:
         return "compiling kernels for the first step" if on_gpu else "computing the first step"
 
     def _while_waiting(self, train: Any, caught: list[int]) -> None:
-        """Work at a step boundary while no batch is ready: stop, save by time, callbacks."""
+        """Work at a step boundary while no batch is ready: stop, save by time, callbacks.
+
+        Over ranks, the readers agree to end, so that all ranks leave the loop at the same batch; a save by time waits
+        for the next step.
+        """
+        if self.ranks.world > 1:
+            if self._stop or caught:
+                train.request_end()
+            if train.waiting:
+                self._call("on_wait")
+            return
         if self._stop or self._interrupted(caught):
             raise _InterruptedWait
         if not train.waiting:
@@ -229,7 +240,7 @@ class Trainer:
         self._call("on_wait")
 
     def _interrupted(self, caught: list[int]) -> bool:
-        return self._ranks.requested(INTERRUPT, bool(caught))
+        return self.ranks.requested(INTERRUPT, bool(caught))
 
     def _damage(self) -> str:
         """Damage of this rank's stores for which training stops; empty: none."""
@@ -237,7 +248,7 @@ class Trainer:
 
     @property
     def _damaged(self) -> bool:
-        return self._ranks.requested(DAMAGE, bool(self._damage()))
+        return self.ranks.requested(DAMAGE, bool(self._damage()))
 
     def _stop_for_damage(self) -> NoReturn:
         """Save, because undamaged rows are exact, and raise `CorruptionError`. All ranks call it at the same step."""
@@ -255,7 +266,7 @@ class Trainer:
         """Whether training is complete, or must stop for damage."""
         progress, config = self.progress, self.config
         out_of_steps = config.steps is not None and progress.step >= config.steps
-        stop = self._ranks.requested(STOP, self._stop)
+        stop = self.ranks.requested(STOP, self._stop)
         return stop or progress.stopped or out_of_steps or progress.epoch >= config.epochs or self._damaged
 
     @property
@@ -283,14 +294,14 @@ class Trainer:
         if done is not None:
             self._meter.add(*done)
             self._losses.append(torch.tensor(done.loss))
-        elif batch.examples == 0 and self._ranks.world > 1:
+        elif batch.examples == 0 and self.ranks.world > 1:
             self._losses.append(torch.zeros(()))
         else:
             self._losses.append(self._backward(batch))
         self.position = batch.position
         self.progress.batch += 1
         self.progress.examples += batch.examples
-        self.progress.advance_time(batch.time)
+        self.progress.advance_time(batch.time, self.config.max_jump)
         if len(self._losses) < self.config.accumulate:
             return None
         return self._update() if done is None else self._count_step()
@@ -313,7 +324,7 @@ class Trainer:
 
     def _count_step(self) -> torch.Tensor:
         self.progress.step += 1
-        self._ranks.after_step(self.progress.step)
+        self.ranks.after_step(self.progress.step)
         losses = [loss.cpu() for loss in self._losses]
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         self._losses = []
@@ -355,7 +366,7 @@ class Trainer:
 
     def evaluate(self, data: Iterable[Batch]) -> Row:
         """Return exact AUC, logloss, normalized entropy and calibration on `data`, over all ranks. Changes no state."""
-        figures, self._evaluated_ahead = evaluate(self.model, self.tables, data, self._ranks, depth=self.config.depth)
+        figures, self._evaluated_ahead = evaluate(self.model, self.tables, data, self.ranks, depth=self.config.depth)
         return figures
 
     def validate(self, valid: Iterable[Batch]) -> Row:
@@ -405,20 +416,31 @@ class Trainer:
         self._logged = self.progress.step
         rate = self._optimizer_step.rate_factor(self.progress, self.progress.step - 1)
         row = {**self._meter.row(self._stages, self._lookahead), "rate": rate}
+        for name in ("expired", "admission"):
+            if name in row:
+                row[name] = {table: self._total_figures(figures) for table, figures in row[name].items()}
         damage = {table.name: table.damage for table in self.tables if table.damage}
         own = self._figures.take(self.progress.examples, row["examples_per_s"], row["lookahead"], damaged=bool(damage))
-        ranks = [by_name(figures) for figures in self._ranks.gather(*own)]
+        ranks = [by_name(figures) for figures in self.ranks.gather(*own)]
         for name in ("examples", "examples_per_s", "damaged_partitions"):
             row[name] = sum(rank[name] for rank in ranks)
-        if self.progress.event_time is not None:
-            row["event_time"] = self.progress.event_time
+        if (latest := self.ranks.latest(self.progress.event_time)) is not None:
+            row["event_time"] = latest
         self._report("train", {**row, "damage": damage, "ranks": ranks, "time": time.time()})
+
+    def _total_figures(self, figures: dict[str, Any]) -> dict[str, Any]:
+        """Return figures of a table over all ranks: sums, of seconds the largest."""
+        per_rank = self.ranks.gather(*figures.values())
+        return {
+            name: max(values) if name == "seconds" else int(sum(values))
+            for name, values in zip(figures, zip(*per_rank, strict=True), strict=True)
+        }
 
     # ---- start, end
 
     def _start(self, train: Iterable[Batch], resume: bool) -> None:
         """Reset the state of an earlier `fit`, open the run folder, and restore it with `resume`."""
-        self._ranks.require_equal_settings(self.config, saves=self._run_dir is not None, resume=resume)
+        self.ranks.require_equal_settings(self.config, saves=self._run_dir is not None, resume=resume)
         trained = self.progress.step > 0
         self._optimizer_step.discard_gradients()  # left by a failed step
         self._losses = []
@@ -427,6 +449,8 @@ class Trainer:
         self.progress = Progress(rates={table.name: table.optimizer.lr for table in self.tables})
         for table in self.tables:
             table.accumulate = self.config.accumulate
+            if self.config.max_jump is not None:
+                table.max_time_jump = self.config.max_jump
         self.position = None
         self._stop = self._averaged = False
         self.completed_step = None
@@ -436,21 +460,27 @@ class Trainer:
         restored = self._saves.open(self.tables, self.model, self.optimizers, resume=resume, trained=trained)
         metrics = progressive = None
         if restored is not None:
+            if hasattr(train, "waiting") and restored.world != self.ranks.world:
+                raise ConfigError(
+                    f"data.follow = true: the checkpoint is of {plural(restored.world, 'rank')}, which have read "
+                    f"different parts of the files, and this run has {plural(self.ranks.world, 'rank')}: resume with "
+                    "the same number of ranks"
+                )
             self.progress, metrics, progressive = self._saves.resumed(restored)
             self.position = restored.position
-        self._progressive = ProgressiveValidation(self.config, self._ranks, self.progress.step, progressive)
+        self._progressive = ProgressiveValidation(self.config, self.ranks, self.progress.step, progressive)
         self._meter = ThroughputMeter(self.tables, metrics, self._progressive.metrics)  # restored tiers count from 0
         self._figures = RankFigures(self.tables)
         self._logged = self._first_step = self.progress.step
-        self._ranks.begin()
+        self.ranks.begin()
         self._epoch_batches = _batches_per_epoch(train)
         self.ending = _FAILED
         self._callbacks = list(self._user_callbacks)
-        if self._ranks.is_rank0:
+        if self.ranks.is_rank0:
             self._callbacks[:0] = _default_callbacks(self._run_dir, self.config)
         self._saves.start_clock()
         self.model.train()
-        self.graph_step.start(self._ranks.world)
+        self.graph_step.start(self.ranks.world)
 
     def _finish(self, valid: Iterable[Batch] | None, *, interrupted: bool) -> int:
         """Validate, save and restore the best as needed; return the step that the model and tables hold."""
@@ -464,7 +494,7 @@ class Trainer:
         if interrupted:
             self.ending = f"interrupted and saved at step {progress.step}: continue with --resume (resume=True)"
             return progress.step
-        examples = int(self._ranks.total(progress.examples)[0])
+        examples = int(self.ranks.total(progress.examples)[0])
         self.ending = f"finished after {plural(progress.step, 'step')}, {plural(examples, 'example')}"
         if self.config.patience is None or progress.best_auc is None or checkpoints is None:
             return progress.step
@@ -474,7 +504,7 @@ class Trainer:
         return progress.best_step
 
     def _call(self, event: str, *args: Any) -> None:
-        with self._ranks.busy():
+        with self.ranks.busy():
             for callback in self._callbacks:
                 getattr(callback, event)(self, *args)
 
