@@ -186,6 +186,22 @@ def test_dense_features_of_batches_ahead_are_counted(tmp_path: Path) -> None:
     assert 4 < most < 15
 
 
+def test_a_pull_that_does_not_fit_drops_the_look_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = make_table(tmp_path / "a", rows=1500)
+    pin, drop, dropped = table.pin, table.drop_lookahead, list[bool]()
+
+    def pin_after_a_drop(window: Any) -> None:
+        if not dropped:
+            raise tc.BudgetError("rows loaded ahead hold the memory")
+        pin(window)
+
+    monkeypatch.setattr(table, "pin", pin_after_a_drop)
+    monkeypatch.setattr(table, "drop_lookahead", lambda: dropped.append(drop()) or True)  # type: ignore[func-returns-value]
+    train(table, batches(20), depth=2)
+    assert len(dropped) == 1
+    table.dram.check()
+
+
 def test_the_first_batch_does_not_wait_for_a_group(tmp_path: Path) -> None:
     read: list[int] = []
 
