@@ -75,9 +75,12 @@ def original_bag(table: int, size: int) -> nn.Module:
     return bag
 
 
+tiers = tc.Tiers(mem="8MB")  # one budget for all tables
+
+
 def ported_bag(table: int, size: int) -> nn.Module:
-    rows = tc.Table(  # was: nn.EmbeddingBag(size, DIM, mode="sum", sparse=True)
-        DIM, tc.SGD(lr=LR), name=f"emb_{table}", initial=tc.Uniform(scale=(1 / size) ** 0.5), mem="1MB"
+    rows = tiers.table(  # was: nn.EmbeddingBag(size, DIM, mode="sum", sparse=True)
+        f"emb_{table}", DIM, tc.SGD(lr=LR), rows=size, initial=tc.Uniform(scale=(1 / size) ** 0.5)
     )
     return tc.nn.EmbeddingBag(rows, mode="sum")
 
@@ -85,15 +88,13 @@ def ported_bag(table: int, size: int) -> nn.Module:
 original, ported = DLRM(original_bag), DLRM(ported_bag)
 for theirs, bag in zip(original.emb_l, ported.emb_l, strict=True):
     bag.table.load_rows(torch.arange(len(theirs.weight)), theirs.weight.detach())  # a trained model, or the same start
-tables = [bag.table for bag in ported.emb_l]
 
 before, _ = train(original, torch.optim.SGD(original.parameters(), lr=LR))
 after, auc = train(
     ported,
     torch.optim.SGD(ported.parameters(), lr=LR),  # of the dense part: rows are not parameters
-    tc.RowOptimizer(*tables),  # was: the line above did both
+    tc.RowOptimizer(tiers),  # was: the line above did both
 )
 difference = max(abs(a - b) for a, b in zip(before, after, strict=True))
 print(f"AUC {auc:.3f} over {STEPS} steps; losses differ by at most {difference:.1e}")
-for table in tables:
-    table.close()
+tiers.close()

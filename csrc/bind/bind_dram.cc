@@ -2,11 +2,13 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -26,11 +28,14 @@ namespace {
 void init_tier(DramTier* self, uint32_t dim, int optimizer, size_t budget, size_t reserved, int policy, int threads,
                int shards, uint64_t seed, uint64_t table, int initial_kind, float initial_scale, float initial_state,
                const Precision& precision, uint8_t statistics, RowStore* store, std::optional<size_t> write_ahead,
-               bool catch_up) {
+               bool catch_up, const std::vector<std::tuple<uint16_t, int, float>>& initial_parts) {
   require(!catch_up || precision.kind == WeightKind::kFp32, "rows that catch up are fp32");
   TierOptions o;
   o.layout = {dim, static_cast<Optimizer>(optimizer), precision, catch_up, statistics};
   o.initial = {static_cast<InitialKind>(initial_kind), initial_scale, initial_state, seed, table};
+  for (const auto& [prefix, kind, scale] : initial_parts) {
+    o.initial.parts.push_back({prefix, static_cast<InitialKind>(kind), scale});
+  }
   o.budget = budget;
   o.reserved = reserved;
   o.policy = static_cast<Policy>(policy);
@@ -243,7 +248,8 @@ void bind_dram(nb::module_& m) {
   nb::class_<DramTier> tier(m, "DramTier");
   tier.def("__init__", &init_tier, "dim"_a, "optimizer"_a, "budget"_a, "reserved"_a, "policy"_a, "threads"_a,
            "shards"_a, "seed"_a, "table"_a, "initial_kind"_a, "initial_scale"_a, "initial_state"_a, "precision"_a,
-           "statistics"_a, "store"_a.none(), "write_ahead"_a.none(), "catch_up"_a = false, nb::keep_alive<1, 16>())
+           "statistics"_a, "store"_a.none(), "write_ahead"_a.none(), "catch_up"_a = false,
+           "initial_parts"_a = std::vector<std::tuple<uint16_t, int, float>>(), nb::keep_alive<1, 16>())
       .def("pull", &pull, "keys"_a.noconvert(), "slots"_a.noconvert())
       .def("unpin", &unpin, "slots"_a.noconvert(), "dirty"_a, "keys"_a.noconvert().none())
       .def("mark_dirty", &mark_dirty, "slots"_a.noconvert())

@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "dram/codec.h"
 
@@ -20,12 +21,21 @@ namespace thermocline {
 
 enum class InitialKind : uint8_t { kConstant = 0, kUniform = 1, kNormal = 2 };
 
+// Initial weights of the keys with these top 16 bits: one of several tables whose rows are stored together
+// (embedding/merged_table.py).
+struct InitialPart {
+  uint16_t prefix;
+  InitialKind kind;
+  float scale;
+};
+
 struct Initial {
   InitialKind kind = InitialKind::kConstant;
   float scale = 0;
   float state = 0;  // every element of the optimizer state
   uint64_t seed = 0;
   uint64_t table = 0;
+  std::vector<InitialPart> parts{};  // of unique prefixes; other keys have `kind` and `scale`
 };
 
 // Thread safety: all methods may run concurrently.
@@ -38,9 +48,16 @@ class InitialRows {
   void store(uint64_t key, uint8_t* row) const;
 
  private:
-  Initial initial_;
+  struct Weights {
+    InitialKind kind;
+    float factor;
+  };
+  const Weights& weights_of(uint64_t key) const { return weights_[index_.empty() ? 0 : index_[key >> 48]]; }
+
+  float state_;
   Codec codec_;  // with the initial scale of the table: initial rows do not depend on when they are created
-  float factor_;
+  std::vector<Weights> weights_;  // of the table, then of its parts
+  std::vector<uint16_t> index_;   // by top 16 bits of a key: index in weights_; empty: there are no parts
 };
 
 }  // namespace thermocline

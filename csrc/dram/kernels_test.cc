@@ -260,6 +260,23 @@ TEST(InitialRows, DependOnSeedTableKeyAndElement) {
   }
 }
 
+TEST(InitialRows, HaveTheWeightsOfTheirPart) {
+  const RowLayout layout{4, Optimizer::kAdagrad};
+  const Initial whole{InitialKind::kUniform, 1.0f, 0.25f, 1, 2};
+  Initial parts = whole;
+  parts.parts = {{0xffff, InitialKind::kUniform, 0.5f}, {7, InitialKind::kConstant, 3.0f}};
+  const InitialRows rows(parts, layout);
+  std::vector<float> row(layout.floats()), other(layout.floats());
+  for (const uint64_t key : {uint64_t{5}, ~uint64_t{5}, uint64_t{7} << 48 | 5}) {
+    rows.write(key, row.data());
+    InitialRows(whole, layout).write(key, other.data());
+    for (uint32_t i = 0; i < 4; ++i) {
+      CHECK_EQ(row[i], key >> 48 == 0xffff ? other[i] / 2 : key >> 48 == 7 ? 3.0f : other[i]);
+    }
+    CHECK_EQ(row[4], 0.25f);
+  }
+}
+
 TEST(InitialRows, HaveTheRequestedDeviation) {
   const RowLayout layout{64, Optimizer::kSgd};
   std::vector<float> row(64);

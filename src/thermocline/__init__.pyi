@@ -13,7 +13,7 @@ from .config.distributed import Dist as Dist
 from .config.lr_schedule import Schedule as Schedule
 from .config.model import ModelConfig as ModelConfig
 from .config.publish import Publish as Publish
-from .config.schema import Config as Config, Rows as Rows, Tiers as Tiers, Train as Train
+from .config.schema import Config as Config, Rows as Rows, Train as Train
 from .config.train import TrainConfig as TrainConfig
 from .data.collate import Collate as Collate
 from .data.reader import Reader as Reader
@@ -27,12 +27,14 @@ from .distributed.sharded_table import ShardedTable as ShardedTable
 from .distributed.topology import Topology as Topology
 from .embedding.admission import Admission as Admission
 from .embedding.bag import EmbeddingBag as EmbeddingBag
+from .embedding.bags_side_by_side import EmbeddingBags as EmbeddingBags
 from .embedding.expiry import Expiry as Expiry
 from .embedding.initializers import Constant as Constant, Normal as Normal, Uniform as Uniform
 from .embedding.optimizers import SGD as SGD, Adagrad as Adagrad, Adam as Adam, RowWiseAdagrad as RowWiseAdagrad
 from .embedding.precision import Precision as Precision
 from .embedding.reference import ReferenceTable as ReferenceTable
 from .embedding.row_optimizer import RowOptimizer as RowOptimizer
+from .embedding.shared_tiers import Tiers as Tiers
 from .embedding.state_dict import (
     load_state_dict as load_state_dict,
     state_dict as state_dict,

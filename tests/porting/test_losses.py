@@ -34,16 +34,16 @@ def test_losses_are_those_of_torch_modules(number: int, case: Case) -> None:
 
 
 def test_a_lost_update_exceeds_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    from thermocline.torchrec.table_rows import TableRows
+    from thermocline.torchrec.collections import _Collection
 
     steps: list[Any] = []
-    apply = TableRows.step
+    apply = _Collection.step
 
-    def skip_one(self: TableRows) -> None:
+    def skip_one(self: _Collection) -> None:
         steps.append(None)
         if len(steps) == 5:
-            self.table.discard_gradients()
+            self.tiers.discard_gradients()
         apply(self)
 
-    monkeypatch.setattr(TableRows, "step", skip_one)
+    monkeypatch.setattr(_Collection, "step", skip_one)
     assert largest_difference(CASES[0], "sgd", "torch", 10) > BOUNDS["sgd"]

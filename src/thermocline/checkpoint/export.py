@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from thermocline.arrays import Floats, Keys
+from thermocline.embedding.member_table import MemberTable
 from thermocline.embedding.table import Table
 from thermocline.utils import atomic_file
 
@@ -19,7 +20,11 @@ _BATCH_ROWS = 65536
 
 
 def export_rows(
-    table: Table, path: str | os.PathLike[str], *, format: ExportFormat = "parquet", shard_rows: int = 1_000_000
+    table: Table | MemberTable,
+    path: str | os.PathLike[str],
+    *,
+    format: ExportFormat = "parquet",
+    shard_rows: int = 1_000_000,
 ) -> list[Path]:
     """Write every trained row to `path/part-00000.<format>` and following shards; return their paths.
 
@@ -50,7 +55,7 @@ def export_rows(
 class _RowStream:
     """Iterates over the rows of a table in batches that end at shard boundaries."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table | MemberTable) -> None:
         self._batches = table.rows(_BATCH_ROWS)
         self._keys: Keys = np.empty(0, np.uint64)
         self._rows: Floats = np.empty((0, 0), np.float32)
@@ -72,7 +77,7 @@ class _RowStream:
             yield keys, rows
 
 
-def _write_parquet(path: Path, table: Table, source: _RowStream, shard_rows: int) -> int:
+def _write_parquet(path: Path, table: Table | MemberTable, source: _RowStream, shard_rows: int) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -97,7 +102,7 @@ def _lists(values: Floats) -> Any:
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 
 
-def _write_safetensors(path: Path, table: Table, source: _RowStream, shard_rows: int) -> int:
+def _write_safetensors(path: Path, table: Table | MemberTable, source: _RowStream, shard_rows: int) -> int:
     from safetensors.numpy import save_file
 
     pieces = [(keys.copy(), rows.copy()) for keys, rows in source.take(shard_rows)]

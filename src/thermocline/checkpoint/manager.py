@@ -37,7 +37,9 @@ from thermocline.checkpoint.table_stores import TableStores
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.dense_sync import synchronization_of
 from thermocline.distributed.rank_agreement import require_equal
-from thermocline.embedding.table import Table
+from thermocline.embedding.member_table import MemberTable
+from thermocline.embedding.shared_tiers import Tiers
+from thermocline.embedding.table import Table, row_tables
 from thermocline.errors import CorruptionError, FormatError, NotFoundError, ThermoclineError
 from thermocline.utils import atomic_file
 from thermocline.utils.atomic_file import failpoint
@@ -82,7 +84,7 @@ class Checkpoints:
     def __init__(
         self,
         run_dir: str | os.PathLike[str],
-        tables: Sequence[Table],
+        tables: Sequence[Table | MemberTable] | Tiers,
         model: torch.nn.Module | None = None,
         dense_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *,
@@ -91,6 +93,7 @@ class Checkpoints:
         dense_sync: Any = None,
     ) -> None:
         """
+        tables      a list, or `tc.Tiers`: all of its tables
         keep        number of most recent saves to keep, in addition to the last save of each tag
         read_only   allow only `saved` and `restore`, without changes on disk: another process may be training
         dense_sync  over several ranks: their `DenseParameters`. Its state is saved, and parameters that are equal on
@@ -103,11 +106,12 @@ class Checkpoints:
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}: it must be at least 1 checkpoint")
-        self.tables = {table.name: table for table in tables}
-        if not tables or len(self.tables) != len(tables):
-            names = [table.name for table in tables]
+        stored = row_tables([tables] if isinstance(tables, Tiers) else tables)
+        self.tables = {table.name: table for table in stored}
+        if not stored or len(self.tables) != len(stored):
+            names = [table.name for table in stored]
             raise ValueError(f"tables are {names}: pass at least one, with unique names (Table(name=...))")
-        self._collective = CollectiveRunner.of(tables)
+        self._collective = CollectiveRunner.of(stored)
         if isinstance(dense_optimizer, torch.optim.Optimizer):
             dense_optimizer = [dense_optimizer]
         self._model, self._dense_sync = model, dense_sync
@@ -116,7 +120,7 @@ class Checkpoints:
         self._run_dir = Path(run_dir)
         self._stores = TableStores(self._run_dir, self.tables, self._collective, read_only=read_only)
         self._folder = self._run_dir / "checkpoints"
-        groups = tables[0].groups
+        groups = stored[0].groups
         self._comm = None if groups is None else groups.train
         node_of = (0,) if groups is None else groups.topology.node_of
         optimizers = list(dense_optimizer or ())

@@ -19,16 +19,14 @@ from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.key_sharding import overlapping_ranks, owner_of
 from thermocline.embedding.state_dict import (
     MAX_BYTES,
+    AnyTable,
     Tensors,
     bytes_of,
-    check_rows,
-    load_rows,
-    owned_rows,
+    load_tables,
     rows_of_process,
     tables_of,
     too_large,
 )
-from thermocline.embedding.table import Table
 from thermocline.utils.text_format import parse_size
 
 PARTS = 64
@@ -60,7 +58,7 @@ class ModelState:
 
         left, tables = self._max_bytes, {}
         for name, table in tables_of(self._model).items():
-            runner = CollectiveRunner.of([table])
+            runner = CollectiveRunner.of([table.storage])
             tensors = runner.run_all("saving rows", functools.partial(_own_rows, table, left))
             left -= bytes_of(tensors)
             tables[name] = _parts(runner, tensors)
@@ -72,14 +70,11 @@ class ModelState:
 
         tables = tables_of(self._model)
         saved = {name: _joined(map(safetensors.torch.load, state["tables"][name].values())) for name in tables}
-        for name, table in tables.items():
-            check_rows(table, saved[name])
-        for name, table in tables.items():
-            load_rows(table, saved[name], owned_rows(table, saved[name]))
+        load_tables(tables, saved)
         set_model_state_dict(self._model, state["model"])
 
 
-def _own_rows(table: Table, limit: int) -> Tensors:
+def _own_rows(table: AnyTable, limit: int) -> Tensors:
     tensors = rows_of_process(table, limit)
     if tensors is None:
         raise too_large(table, limit)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from thermocline.embedding.graph_op import call_in_graph, in_graph, register_mod
 from thermocline.embedding.table import Table
 from thermocline.embedding.table_state import decode, describe, encode, require_same_rows
 from thermocline.errors import FormatError
+
+if TYPE_CHECKING:
+    from thermocline.embedding.member_table import MemberTable
 
 
 class EmbeddingBag(torch.nn.Module):
@@ -38,7 +41,7 @@ class EmbeddingBag(torch.nn.Module):
 
     def __init__(
         self,
-        table: Table,
+        table: Table | MemberTable,
         fields: int | Sequence[int] | Sequence[str],
         *,
         pooling: Pooling | Sequence[Pooling] = "sum",
@@ -67,7 +70,8 @@ class EmbeddingBag(torch.nn.Module):
         specs = []
         for kind in dict.fromkeys(kinds):
             positions = tuple(i for i, k in enumerate(kinds) if k == kind)
-            specs.append(BagSpec(tuple(self.fields[i] for i in positions), kind, positions))  # type: ignore[arg-type]
+            fields_of_kind: Any = tuple(self.fields[i] for i in positions)
+            specs.append(BagSpec(fields_of_kind, kind, positions, table.salts(len(positions))))
         self.specs = tuple(specs)
         table.register(self, self.specs)
         # Makes autograd call backward. Not a parameter, so that no dense optimizer receives it.
@@ -84,7 +88,7 @@ class EmbeddingBag(torch.nn.Module):
         call counts for the forward passes after it; batches in flight need not be drawn again. `requires_grad_` of an
         enclosing module does not reach the bag, because rows are not parameters.
         """
-        self.table.check_freezable()
+        self.table.storage.check_freezable()
         super().requires_grad_(requires_grad)  # parameters of a subclass
         self.requires_grad = requires_grad
         return self
@@ -111,25 +115,22 @@ class EmbeddingBag(torch.nn.Module):
         return self._forward(batch, weights)
 
     def _forward(self, batch: Batch, weights: torch.Tensor | None) -> torch.Tensor:
-        learned = batch.learned_weights if weights is None else weights
-        if learned is not None and learned.shape != batch.ids.shape:
-            raise ValueError(f"weights have shape {tuple(learned.shape)}: expected ({len(batch.ids)},), one per id")
-        if weights is not None and batch.order is not None:
-            learned = weights[torch.from_numpy(batch.order).to(weights.device)]
-        trained = self.table.trains(self)
-        training = trained and self.training and torch.is_grad_enabled()
-        if training:
-            if self.table.groups is None:
-                self._require_one_rank()
-            self.table.warn_if_step_is_missing(batch, self)
-        if batch.names is not self._batch_names:
-            self._check_names(batch)
-        plan = _find_plan(self.table, batch, self.specs, training)
-        if plan is None:
-            plan = self.table.prepare_forward(batch) if training else self.table.prepare_read(batch, self.specs)
-        anchor = self._anchor if trained else None
+        table, training = self._begin(batch, weights)
+        given = batch.learned_weights if weights is None else weights
+        mode = training, torch.is_grad_enabled(), table.step_count
+        if table.pooled is not None:
+            part = table.pooled.take(batch, given, mode, self.specs[0])
+            if part is not None:
+                return part
+        learned, plan = _in_order(batch, weights), _make_plan(table, batch, self.specs, training)
+        anchor = self._anchor if table.trains(self) else None
+        whole = table.covering(plan, self.specs[0])
+        if table.pooled is not None and whole is not None and whole.parts:
+            parts = _PoolParts.apply(anchor, learned, table, batch, plan, whole, training)  # type: ignore[no-untyped-call]
+            table.pooled.put(batch, given, mode, dict(zip(whole.parts, parts, strict=True)))
+            return table.pooled.take(batch, given, mode, self.specs[0])  # type: ignore[return-value]
         outputs = [
-            _Pool.apply(anchor, learned, self.table, batch, plan, spec, training)  # type: ignore[no-untyped-call]
+            _Pool.apply(anchor, learned, table, batch, plan, spec, training)  # type: ignore[no-untyped-call]
             for spec in self.specs
         ]
         if len(outputs) == 1:
@@ -137,9 +138,29 @@ class EmbeddingBag(torch.nn.Module):
         order = [position for spec in self.specs for position in spec.positions]
         return torch.cat(outputs, 1)[:, torch.tensor(order, device=outputs[0].device).argsort()]
 
+    def _begin(self, batch: Batch, weights: torch.Tensor | None) -> tuple[Table, bool]:
+        """Check a pass over a batch; return the table that stores the rows, and whether the pass trains."""
+        learned = batch.learned_weights if weights is None else weights
+        if learned is not None and learned.shape != batch.ids.shape:
+            raise ValueError(f"weights have shape {tuple(learned.shape)}: expected ({len(batch.ids)},), one per id")
+        table = self.table.storage
+        training = table.trains(self) and self.training and torch.is_grad_enabled()
+        if training:
+            if table.groups is None:
+                self._require_one_rank()
+            table.warn_if_step_is_missing(batch, self)
+        if batch.names is not self._batch_names:
+            self._check_names(batch)
+        return table, training
+
     def _require_one_rank(self) -> None:
         """Raise if several ranks train: each would change its own rows only. Checked here, as ranks may join late."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not self.table.per_rank:
+        if (
+            dist.is_available()
+            and dist.is_initialized()
+            and dist.get_world_size() > 1
+            and not self.table.storage.per_rank
+        ):
             raise RuntimeError(
                 f"table {self.table.name!r} is trained by {dist.get_world_size()} ranks of torch.distributed, but its "
                 "rows are not shared: they would differ between ranks. Use tc.ShardedTable(..., "
@@ -219,6 +240,21 @@ class EmbeddingBag(torch.nn.Module):
         return f"table={self.table.name!r}, fields={len(self.fields)}, dim={self.table.dim}"
 
 
+def _in_order(batch: Batch, weights: torch.Tensor | None) -> torch.Tensor | None:
+    """Return weights per id that require grad, or were given to a bag, in the order of the batch's ids."""
+    if weights is None:
+        return batch.learned_weights  # type: ignore[no-any-return]
+    return weights if batch.order is None else weights[torch.from_numpy(batch.order).to(weights.device)]
+
+
+def _make_plan(table: Table, batch: Batch, specs: Sequence[BagSpec], training: bool) -> BatchPlan:
+    """Find the plan of a pass, or prepare one."""
+    plan = _find_plan(table, batch, specs, training)
+    if plan is not None:
+        return plan
+    return table.prepare_forward(batch, specs) if training else table.prepare_read(batch, specs)
+
+
 # Not torch.compiler.disable, which imports torch._dynamo at once: more than a second.
 _forward_outside_graph = _disable_dynamo(EmbeddingBag._forward)
 
@@ -231,7 +267,9 @@ def _find_plan(table: Table, batch: Batch, specs: Sequence[BagSpec], training: b
         step, plan = batch.prepared["frozen", table]
         candidates.append(plan if step == table.step_count else None)  # else a later step has changed rows
     for plan in candidates:
-        if plan is None or not plan.bags.keys() >= set(specs) or not table.backend.is_current(plan):
+        if plan is None or not table.backend.is_current(plan):
+            continue
+        if any(table.covering(plan, spec) is None for spec in specs):
             continue
         if not training and plan.pins is not None and table.backend.rates is not None:
             continue  # a pass through a training plan would catch up its rows in place
@@ -270,6 +308,8 @@ def _as_fields(fields: int | Sequence[int] | Sequence[str]) -> tuple[int, ...] |
 
 
 class _Pool(torch.autograd.Function):
+    """Pools one input of a plan."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -325,6 +365,72 @@ class _Pool(torch.autograd.Function):
 
 
 _backward_once = once_differentiable(_Pool._backward)
+
+
+class _PoolParts(torch.autograd.Function):
+    """Pools the joined input of several tables: returns a tensor per part (`merged_bags.py`)."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        pooled, weights = _Pool.forward(ctx, *arguments), arguments[1]
+        ctx.weights = None if weights is None else weights.detach()
+        pooled = pooled.view(-1, len(ctx.spec.fields), pooled.shape[-1])
+        parts, first = [], 0
+        for spec in ctx.spec.parts:
+            shape, start = (len(pooled), len(spec.fields), pooled.shape[2]), first * pooled.shape[2]
+            # Not a view of `pooled`, as autograd refuses to change one of several views in place.
+            part: Any = pooled.new_empty(0)
+            parts.append(part.set_(pooled.untyped_storage(), start, shape, pooled.stride()))
+            first += len(spec.fields)
+        ctx.shape = pooled.shape
+        return tuple(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if ctx.trained and not ctx.training:
+            raise RuntimeError("backward through rows read for evaluation: call model.train() before the forward pass")
+        complete = all(grad is not None for grad in grads)
+        weight_gradient = None
+        if complete or ctx.needs_input_grad[1]:
+            values, unchanged = _joined(grads, ctx.spec.parts, ctx.shape)
+            weight_gradient = _weight_gradient(ctx, values) if ctx.needs_input_grad[1] else None
+        if ctx.training and complete:
+            ctx.table.add_gradient(ctx.order, ctx.batch, ctx.plan, ctx.bag, values, unchanged, ctx.spec)
+        elif ctx.training:
+            ctx.table.add_partial_gradients(ctx.order, ctx.batch, ctx.spec, ctx.weights, grads)
+        return None, weight_gradient, None, None, None, None, None
+
+
+def _joined(
+    grads: Sequence[torch.Tensor | None], parts: Sequence[BagSpec], shape: torch.Size
+) -> tuple[torch.Tensor, Callable[[], bool]]:
+    """Return the gradients of all parts as float32[bags, dim], and a function that returns whether they are unchanged.
+
+    Those of a part without a gradient are 0. Gradients that lie side by side in memory, as those of vectors that a
+    model has joined by torch.cat in the order of the parts, are not copied.
+    """
+    examples, fields, dim = shape
+    given = next(grad for grad in grads if grad is not None)
+    address, offset, version = given.data_ptr(), 0, given._version
+    together = given.dtype == torch.float32
+    for grad, spec in zip(grads, parts, strict=True):
+        together = (
+            together
+            and grad is not None
+            and grad.data_ptr() == address + 4 * offset * dim
+            and grad.stride() == (fields * dim, dim, 1)
+            and grad.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+        )
+        offset += len(spec.fields)
+    if together and examples:
+        return given.detach().as_strided((examples * fields, dim), (dim, 1)), lambda: given._version == version
+    filled = [
+        given.new_zeros(examples, len(spec.fields), dim) if grad is None else grad.detach()
+        for grad, spec in zip(grads, parts, strict=True)
+    ]
+    return torch.cat(filled, 1).to(torch.float32).view(-1, dim), lambda: True
 
 
 def _weight_gradient(ctx: Any, values: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
+from thermocline.batch import Batch
 from thermocline.embedding.batch_plan import BagSpec
 
 
@@ -47,10 +49,11 @@ class BagRegistry:
         """All bags, in the order in which they were made."""
         return [bag for ref in self._refs if (bag := ref()) is not None]
 
-    def specs(self, *, trained: bool | None = None) -> list[BagSpec]:
+    def specs(self, *, trained: bool | None = None, batch: Batch | None = None) -> list[BagSpec]:
         """Return the specs of all bags, or of those that are trained or frozen, each once.
 
-        The order does not depend on memory addresses. The result is shared: do not change it.
+        The order does not depend on memory addresses. The result is shared: do not change it. `batch`: see
+        `MergedBags`.
         """
         known, bags = self._known, self.bags
         key = (trained, self.table_frozen, *[bag.requires_grad for bag in bags])
@@ -59,6 +62,11 @@ class BagRegistry:
             chosen = [bag for bag in bags if trained is None or self.trains(bag) == trained]
             with self._lock:
                 unique = {spec for bag in chosen for spec in self._bag_specs[bag]}
-            specs = sorted(unique, key=lambda spec: (isinstance(spec.fields[0], str), spec.fields, spec.pooling))
+            specs = sorted_specs(unique)
             known[key] = specs  # not in `self._known`, which `add` may have replaced
         return specs
+
+
+def sorted_specs(specs: Iterable[BagSpec]) -> list[BagSpec]:
+    """Return specs in an order that depends on nothing else."""
+    return sorted(specs, key=lambda spec: (isinstance(spec.fields[0], str), spec.fields, spec.pooling, spec.salts))

@@ -14,6 +14,7 @@ import numpy as np
 
 from thermocline.arrays import Floats, Keys, Offsets
 from thermocline.batch import Batch, WorkingSet
+from thermocline.embedding.member_keys import LARGEST_ID, member_keys
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,10 @@ class BagSpec:
     """Numbers or names of fields of a batch."""
     pooling: Pooling
     positions: tuple[int, ...] = dataclasses.field(compare=False)  # bags that differ only here share an input
+    salts: tuple[int, ...] = ()
+    """Per field: the salt of its table, for tables that are stored together (`member_keys.py`). Empty: keys are ids."""
+    parts: tuple[BagSpec, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    """Specs of several tables that were joined to this one, in the order of its fields (`merged_bags.py`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -75,11 +80,26 @@ def select_inputs(batch: Batch, specs: Sequence[BagSpec]) -> dict[BagSpec, BagIn
     first = 0
     for spec in specs:
         ids, offsets, weights = batch.select(spec.fields)
+        if spec.salts:
+            ids = salted(ids, offsets, spec)
         inputs[spec] = BagInput(
             ids, None if spec.pooling == "none" else offsets, weights, spec.pooling == "mean", first
         )
         first += len(ids)
     return inputs
+
+
+def salted(ids: Keys, offsets: Offsets, spec: BagSpec) -> Keys:
+    """Return the keys of the ids of a spec with salts, which `batch.select` returned."""
+    salts = np.array(spec.salts, np.uint64)
+    if len(salts) == 1:
+        return member_keys(ids, salts[0], f"field {spec.fields[0]!r}")
+    if len(ids) and ids.max() > LARGEST_ID:
+        field = np.searchsorted(offsets, int(ids.argmax()), side="right") - 1
+        member_keys(ids, salts[0], f"field {spec.fields[field % len(salts)]!r}")  # raises
+    if len(ids) == len(offsets) - 1 and (np.diff(offsets) == 1).all():
+        return (ids.reshape(-1, len(salts)) ^ salts).reshape(-1)
+    return ids ^ np.repeat(np.tile(salts, (len(offsets) - 1) // len(salts)), np.diff(offsets))
 
 
 def working_set_of(inputs: BagInputs, threads: int | None) -> WorkingSet:

@@ -104,7 +104,7 @@ def _forward(
         out = _modules[module].call_outside_graph(argument, offsets, leaf)
     if list(out.shape) != list(shape):
         raise RuntimeError(f"the bag returned shape {list(out.shape)}, but the graph expects {list(shape)}")
-    if grad and not out.requires_grad and (weights_grad or _modules[module].table.trains(_modules[module])):
+    if grad and not out.requires_grad and (weights_grad or _modules[module].table.storage.trains(_modules[module])):
         raise RuntimeError("torch recorded no gradients: import thermocline outside of torch.inference_mode()")
     number = np.array([next(_numbers)])
     if grad:

@@ -44,3 +44,10 @@ class KeyPart(NamedTuple):
 
 
 ALL_KEYS = KeyPart()
+
+
+def table_mix(seed: int, table: int) -> int:
+    """Return the state from which all rows of a table are derived: `table_mix` of csrc/dram/random.h."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    mixed = mix64(np.array([seed % 2**64], np.uint64) + golden) ^ np.uint64(table)
+    return int(mix64(mixed + golden)[0])

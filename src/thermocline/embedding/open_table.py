@@ -152,6 +152,14 @@ class OpenTable:
         """Return a token for the training that begins with the next step."""
         return secrets.token_hex(8)
 
+    def own_rows(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Return which of the keys in the tiers are of this table: all, unless it is stored with others."""
+        return np.ones(len(keys), np.bool_)
+
+    def ids_of(self, keys: Keys) -> Keys:
+        """Return the ids of keys of this table in the tiers: the keys themselves."""
+        return keys
+
     # ---- commits and rows
 
     def open_store(self, path: str | os.PathLike[str], **options: Any) -> SsdStore:

@@ -34,6 +34,7 @@ class PendingBatches:
         """Gradients added so far, applied ones included."""
         self._passes: dict[tuple[int, int], tuple[int, int]] = {}
         """By bag and batch: passes that a backward has followed since the last step, and `_added` at the last pass."""
+        self._last_batch = 0
         self._warned = False
 
     def hold(self, plan: BatchPlan) -> None:
@@ -92,7 +93,7 @@ class PendingBatches:
             f"table {self._table!r}: the gradients of {found} wait for table.step(), and another {another} is being "
             "trained; they are summed until then. Call table.step() after each batch, or set "
             f"table.accumulate to the batches per step (it is {self.accumulate})",
-            stacklevel=7,  # the caller of the bag: forward, _forward and Module.__call__ are in between
+            stacklevel=8,  # the caller of the bag: _begin, _forward, forward and Module.__call__ are in between
         )
 
     def _count_passes(self, waiting: set[int], batch: Batch, bag: object) -> int:
@@ -100,8 +101,9 @@ class PendingBatches:
         key = id(bag), id(batch)
         count, added = self._passes.get(key, (0, self._added))
         count += self._added > added
-        # Ids of batches are valid while their gradients exist.
-        self._passes = {k: v for k, v in self._passes.items() if k[1] in waiting or k[1] == id(batch)}
+        if self._last_batch != id(batch):  # ids of batches are valid while their gradients exist
+            self._last_batch = id(batch)
+            self._passes = {k: v for k, v in self._passes.items() if k[1] in waiting or k[1] == id(batch)}
         self._passes[key] = count, self._added
         return count
 

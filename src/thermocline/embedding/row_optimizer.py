@@ -7,22 +7,27 @@ from typing import Any
 
 import torch
 
-from thermocline.embedding.table import Table
+from thermocline.embedding.member_table import MemberTable
+from thermocline.embedding.shared_tiers import Tiers
+from thermocline.embedding.table import Table, row_tables
 
 
 class RowOptimizer(torch.optim.Optimizer):
     """Steps of tables with the learning rates of `param_groups`: one group per table, of its name.
 
+    `RowOptimizer(tiers)` has one group for tables of `tc.Tiers` that are stored together.
+
     `step()` calls `table.step(lr=group["lr"])` of each table, `zero_grad()` drops gradients that no step has applied.
     `state_dict` has the learning rates; the state of rows is in the tables. A group's parameter has no elements.
     """
 
-    def __init__(self, *tables: Table) -> None:
+    def __init__(self, *tables: Table | MemberTable | Tiers) -> None:
         if not tables:
             raise ValueError("RowOptimizer() has no tables: give at least one")
-        self.tables = tables
+        self.tables = row_tables(tables)
         groups = [
-            {"params": [torch.nn.Parameter(torch.empty(0))], "lr": table.lr, "name": table.name} for table in tables
+            {"params": [torch.nn.Parameter(torch.empty(0))], "lr": table.lr, "name": table.name}
+            for table in self.tables
         ]
         super().__init__(groups, {})
 

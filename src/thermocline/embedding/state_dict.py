@@ -24,6 +24,8 @@ import torch
 
 from thermocline.arrays import Floats, Keys
 from thermocline.embedding.bag import EmbeddingBag
+from thermocline.embedding.member_keys import member_keys
+from thermocline.embedding.member_table import MemberTable
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.row_version import RowVersion
 from thermocline.embedding.step_rates import parse_runs
@@ -36,6 +38,7 @@ from thermocline.utils.text_format import format_size, parse_size
 _PREFIX = "tables/"
 MAX_BYTES = "1GB"
 Tensors = dict[str, torch.Tensor]
+AnyTable = Table | MemberTable
 
 
 def state_dict(
@@ -72,10 +75,7 @@ def load_state_dict(model: torch.nn.Module, state: Mapping[str, Any], *, strict:
     if set(saved) != set(tables):
         have = f"it has those of {sorted(saved)}" if saved else "it has none: save with tc.state_dict(model, rows=True)"
         raise FormatError(f"the state must have the rows of tables {sorted(tables)}, but {have}")
-    for name, table in tables.items():
-        check_rows(table, saved[name])
-    for name, table in tables.items():
-        load_rows(table, saved[name], owned_rows(table, saved[name]))
+    load_tables(tables, saved)
     model.load_state_dict(dense, strict=strict)
 
 
@@ -88,7 +88,7 @@ def bags_of(model: torch.nn.Module | None) -> dict[str, EmbeddingBag]:
     return {name: module for name, module in modules.items() if isinstance(module, EmbeddingBag)}
 
 
-def tables_of(model: torch.nn.Module) -> dict[str, Table]:
+def tables_of(model: torch.nn.Module) -> dict[str, AnyTable]:
     """Return the tables of the model's bags, by table name."""
     tables = list(dict.fromkeys(bag.table for bag in bags_of(model).values()))
     by_name = {table.name: table for table in tables}
@@ -117,29 +117,30 @@ def _description_keys(model: torch.nn.Module) -> dict[str, EmbeddingBag]:
 # ---- rows
 
 
-def rows_of_process(table: Table, limit: int) -> Tensors | None:
+def rows_of_process(table: AnyTable, limit: int) -> Tensors | None:
     """Return the rows of this process, in the order of their keys; None if they take more than `limit` bytes."""
     if table.pending_gradients:
         raise ThermoclineError(f"table {table.name!r} has unapplied gradients: save between steps")
     row_bytes = 8 + table.spec.row_bytes
     pieces: list[tuple[Keys, Floats]] = []
     for keys, rows in table.backend.rows(table.checkpoint_store, 65536):
-        limit -= row_bytes * len(keys)
+        own = table.own_rows(keys)
+        limit -= row_bytes * int(own.sum())
         if limit < 0:
             return None
-        pieces.append((keys.copy(), rows.copy()))
+        pieces.append((keys[own], rows[own]))
     keys = np.concatenate([np.empty(0, np.uint64), *(keys for keys, _ in pieces)])
-    order = np.argsort(keys)
+    order = np.argsort(table.ids_of(keys))
     keys = keys[order]
     if table.precision.kind == "fp32":
         floats = table.spec.row_floats
         stored = np.concatenate([np.empty((0, floats), np.float32), *(rows for _, rows in pieces)])[order]
     else:
         stored = table.dram.read_stored(keys)  # `rows` has written back what HBM had
-    return _as_tensors(table, keys, stored)
+    return _as_tensors(table, table.ids_of(keys), stored)
 
 
-def _as_tensors(table: Table, keys: Keys, stored: Floats) -> Tensors:
+def _as_tensors(table: AnyTable, keys: Keys, stored: Floats) -> Tensors:
     words = table.precision.weight_words(table.dim)
     weights = stored[:, :words].copy()
     tensors = {
@@ -153,11 +154,11 @@ def _as_tensors(table: Table, keys: Keys, stored: Floats) -> Tensors:
     return tensors
 
 
-def _rates(table: Table) -> dict[str, Any]:
+def _rates(table: AnyTable) -> dict[str, Any]:
     return {} if table.rate_runs is None else {"rates": table.rate_runs}
 
 
-def _all_rows(table: Table, limit: int) -> Tensors:
+def _all_rows(table: AnyTable, limit: int) -> Tensors:
     """Return the rows of all ranks. Collective."""
     tensors = rows_of_process(table, limit)
     if table.groups is None:
@@ -182,7 +183,7 @@ def _all_rows(table: Table, limit: int) -> Tensors:
     return tensors | {part: torch.from_numpy(values[order]) for part, values in parts.items()}
 
 
-def too_large(table: Table, limit: int) -> BudgetError:
+def too_large(table: AnyTable, limit: int) -> BudgetError:
     return BudgetError(
         f"the rows of table {table.name!r} take more than the {format_size(limit)} left of max_bytes: raise max_bytes, "
         "or save with tc.Checkpoints, which writes rows to files"
@@ -193,7 +194,7 @@ def bytes_of(tensors: Tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def check_rows(table: Table, saved: Tensors) -> None:
+def check_rows(table: AnyTable, saved: Tensors) -> None:
     """Raise unless the saved rows are of this table and it can be changed now. Changes nothing."""
     missing = {"keys", "weights", "state", "table"} - set(saved)
     if missing:
@@ -218,6 +219,45 @@ def _stored(saved: Tensors) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def owned_rows(table: Table, saved: Tensors) -> np.ndarray[Any, np.dtype[np.bool_]]:
     return table.owns(saved["keys"].cpu().numpy().view(np.uint64))
+
+
+def load_tables(tables: Mapping[str, AnyTable], saved: Mapping[str, Tensors]) -> None:
+    """Replace all rows of tables by the saved ones. Raises before it changes anything if a table differs.
+
+    Over several ranks every rank passes rows of all ranks and takes those that it owns.
+    """
+    by_storage: dict[Table, dict[str, Tensors]] = {}
+    for name, table in tables.items():
+        check_rows(table, saved[name])
+        by_storage.setdefault(table.storage, {})[name] = saved[name]
+    loads = [(storage, _stored_together(storage, parts)) for storage, parts in by_storage.items()]
+    for storage, tensors in loads:
+        load_rows(storage, tensors, owned_rows(storage, tensors))
+
+
+def _stored_together(storage: Table, parts: Mapping[str, Tensors]) -> Tensors:
+    """Return the rows of tables that are stored together as those of one table."""
+    members = {member.name: member for member in storage.spec.members}
+    if not members:
+        (tensors,) = parts.values()
+        return tensors
+    if missing := members.keys() - parts.keys():
+        raise FormatError(
+            f"tables {sorted(parts)} are stored with {sorted(missing)}, which the model does not read: their rows "
+            "would be lost. Make bags of all tables, or other tc.Tiers for the model"
+        )
+    described = {name: decode(tensors["table"]) for name, tensors in parts.items()}
+    for key in ("step", "lr"):
+        values = {name: description.get(key) for name, description in described.items()}
+        if len(set(values.values())) > 1:
+            raise FormatError(f"tables that are stored together have one {key}, but the state has {values}")
+    keys = [
+        member_keys(parts[name]["keys"].cpu().numpy().view(np.uint64), member.salt, f"table {name!r}")
+        for name, member in members.items()
+    ]
+    joined = {part: torch.cat([parts[name][part] for name in members]) for part in ("weights", "state")}
+    first = next(iter(members))
+    return {"keys": torch.from_numpy(np.concatenate(keys).view(np.int64)), **joined, "table": parts[first]["table"]}
 
 
 def load_rows(table: Table, saved: Tensors, owned: np.ndarray[Any, np.dtype[np.bool_]] | None) -> None:

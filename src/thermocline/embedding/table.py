@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, cast
 
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
     from thermocline.embedding.admission_backend import AdmissionBackend
     from thermocline.embedding.bag import EmbeddingBag
+    from thermocline.embedding.merged_bags import PooledParts
 
 Device = Literal["auto", "cpu", "cuda"]
 BackendFactory = Callable[[TableSpec, str, int | None], RowBackend]
@@ -129,11 +130,7 @@ class Table(OpenTable):
         require_type(optimizer, Optimizer, "optimizer", "SGD, Adagrad, RowWiseAdagrad or Adam, such as Adagrad(lr=0.1)")
         require_type(initial, Initial | None, "initial", "Uniform, Normal or Constant, such as Uniform(scale=0.01)")
         require_type(ssd, str | os.PathLike | None, "ssd", "a folder's name, or None")
-        require_type(name, str, "name", "text")
-        if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
-            raise ValueError(
-                f"name is {name!r}: it must consist of letters, digits, '-', '_', '.', and not begin with '.'"
-            )
+        require_table_name(name)
         require(on_damage in ("stop", "continue"), "on_damage", on_damage, "stop or continue")
         require_type(admission, Admission | None, "admission", "a tc.Admission, such as Admission(count=5), or None")
         counters = 0 if admission is None else admission.memory_bytes
@@ -229,6 +226,35 @@ class Table(OpenTable):
 
     # ---- bags
 
+    pooled: PooledParts | None = None
+    """Vectors that bags of tables which are stored together have not taken yet; None: one table."""
+
+    @property
+    def storage(self) -> Table:
+        """The table that stores the rows: this one. Of a table of `tc.Tiers`, the one it shares with others."""
+        return self
+
+    @property
+    def row_tables(self) -> list[Table]:
+        """The tables that store the rows: see `row_tables`."""
+        return [self]
+
+    def salts(self, fields: int) -> tuple[int, ...]:
+        """Return `BagSpec.salts`: none, as keys are ids."""
+        return ()
+
+    def joined(self, spec: BagSpec) -> BagSpec | None:
+        """Return the spec to which the one of a bag is joined (`merged_bags.py`); None: to none."""
+        return None
+
+    def covering(self, plan: BatchPlan, spec: BagSpec) -> BagSpec | None:
+        """Return the spec of a plan that has the inputs of `spec`; None: the plan has none."""
+        return spec if spec in plan.bags else None
+
+    def use_bags(self, bags: BagRegistry) -> None:
+        """Use bags that were registered before the table was opened."""
+        self._bags = bags
+
     def register(self, bag: Any, specs: tuple[BagSpec, ...]) -> None:
         """Register what a bag reads, so that batches can be prepared before its forward pass."""
         self._bags.add(bag, specs)
@@ -276,7 +302,7 @@ class Table(OpenTable):
 
     def inputs(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> BagInputs:
         """Select the inputs of the bags that are trained, or of `specs`. Touches no rows."""
-        return select_inputs(batch, self._bags.specs(trained=True) if specs is None else specs)
+        return select_inputs(batch, self._bags.specs(trained=True, batch=batch) if specs is None else specs)
 
     def stage(self, batches: Sequence[Batch], ahead: Sequence[BatchAhead] = ()) -> RowWindow:
         """Begin a window of batches: the first stage of `tc.prefetch`. `ahead`: see `RowBackend.stage`."""
@@ -286,23 +312,25 @@ class Table(OpenTable):
         """Select the inputs whose rows a look-ahead loads: those of the bags that are trained, or of all bags for
         evaluation; and those of frozen bags."""
         if training:
-            return self.inputs(batch), self.inputs(batch, self._bags.specs(trained=False))
-        return self.inputs(batch, self._bags.specs()), {}
+            return self.inputs(batch), self.inputs(batch, self._bags.specs(trained=False, batch=batch))
+        return self.inputs(batch, self._bags.specs(batch=batch)), {}
 
-    def prepare(self, batch: Batch) -> BatchPlan:
+    def prepare(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> BatchPlan:
         """Pull and pin the rows of one batch now: all stages of `tc.prefetch` in order. Release its pins when done.
+
+        specs   plan these only; None: the bags that are trained
 
         Collective over ranks.
         """
         self.begin_planning(batch)
         try:
-            return self._prepare(batch)
+            return self._prepare(batch, specs)
         finally:
             self.end_planning(batch)
 
-    def _prepare(self, batch: Batch) -> BatchPlan:
+    def _prepare(self, batch: Batch, specs: Sequence[BagSpec] | None) -> BatchPlan:
         backend = self.backend
-        window = self.stage([batch])
+        window = backend.stage([self.inputs(batch, specs)])
         backend.exchange(window, ahead=False)
         self._pin_now(window)
         (plan,) = backend.prepare(window)
@@ -367,12 +395,14 @@ class Table(OpenTable):
         dram = self.backend.tiers.dram
         return dram is not None and dram.drop_hints()
 
-    def prepare_forward(self, batch: Batch) -> BatchPlan:
+    def prepare_forward(self, batch: Batch, specs: Sequence[BagSpec] = ()) -> BatchPlan:
         """Prepare a batch for a forward pass, in training mode, that no pipeline has prepared. Collective over ranks.
 
         The rows stay pinned until the next step, or until nothing refers to the plan.
+
+        specs   those of the bag that makes the pass; the plan has the inputs of all bags that are trained
         """
-        plan = self.prepare(batch)
+        plan = self.prepare(batch, self._with_others(batch, specs, trained=True))
         self._pending.hold(plan)
         prepared, key = batch.prepared, ("forward", self)
 
@@ -383,14 +413,19 @@ class Table(OpenTable):
         prepared[key] = weakref.ref(plan, forget)
         return plan
 
+    def _with_others(self, batch: Batch, specs: Sequence[BagSpec] | None, *, trained: bool) -> Sequence[BagSpec] | None:
+        """Return what is planned for a pass of a bag: its specs and those of others, which will be used too."""
+        return None if trained else specs
+
     def prepare_read(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> BatchPlan:
         """Copy the rows of one batch for evaluation, of all bags or of `specs`. Inserts nothing. Collective over
         ranks."""
-        return self.backend.read_batch(self.inputs(batch, self._bags.specs() if specs is None else specs))
+        wanted = self._bags.specs(batch=batch) if specs is None else self._with_others(batch, specs, trained=False)
+        return self.backend.read_batch(self.inputs(batch, wanted))
 
     def read_frozen(self, batch: Batch) -> None:
         """Copy the rows that frozen bags read, for their forward passes before the next step. Collective over ranks."""
-        if specs := self._bags.specs(trained=False):
+        if specs := self._bags.specs(trained=False, batch=batch):
             step = self.step_count
             batch.prepared["frozen", self] = step, self.prepare_read(batch, specs)
 
@@ -598,6 +633,21 @@ class Table(OpenTable):
         self.backend.close()
         if self.checkpoint_store is not None:
             self.checkpoint_store.close()
+
+
+def require_table_name(name: str) -> None:
+    """Raise unless a table can have this name."""
+    require_type(name, str, "name", "text")
+    if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
+        raise ValueError(f"name is {name!r}: it must consist of letters, digits, '-', '_', '.', and not begin with '.'")
+
+
+def row_tables(tables: Iterable[Any]) -> list[Table]:
+    """Return the tables that store the rows of these, each once.
+
+    tables   `tc.Table`s, tables of `tc.Tiers`, or `tc.Tiers`, which stand for all of their tables
+    """
+    return list(dict.fromkeys(table for given in tables for table in given.row_tables))
 
 
 def _require_fixed_initial_rows(admission: Admission, spec: TableSpec) -> None:

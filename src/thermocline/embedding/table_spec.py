@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from thermocline.embedding.initializers import Initial
+from thermocline.embedding.member_keys import Member
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import Precision
 from thermocline.embedding.row_statistics import NO_STATISTICS, RowStatistics
@@ -78,6 +79,8 @@ class TableSpec:
     """Whether training stops when a merge of the store finds damage."""
     statistics: RowStatistics = NO_STATISTICS
     """Statistics that rows have, after the optimizer's state."""
+    members: tuple[Member, ...] = ()
+    """The tables whose rows are stored here together; empty: one table."""
 
     @property
     def row_bytes(self) -> int:
@@ -97,7 +100,7 @@ class TableSpec:
     @property
     def table_id(self) -> int:
         """64-bit hash of the name: initial rows and rounding are functions of (seed, table_id, key)."""
-        return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "little")
+        return table_id(self.name)
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -110,7 +113,21 @@ class TableSpec:
             "dim": self.dim,
             "optimizer": {"kind": type(self.optimizer).__name__, **optimizer},
             "seed": self.seed,
-            "initial": {"kind": type(self.initial).__name__, **dataclasses.asdict(self.initial)},
+            "initial": describe_initial(self.initial),
             "precision": self.precision.layout,
             "statistics": list(self.statistics.names),
+            **({"tables": self._member_layouts()} if self.members else {}),
         }
+
+    def _member_layouts(self) -> dict[str, Any]:
+        return {member.name: {"initial": describe_initial(member.initial)} for member in self.members}
+
+
+def table_id(name: str) -> int:
+    """Return the 64-bit hash of a table's name."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def describe_initial(initial: Initial) -> dict[str, Any]:
+    """Return an initializer as JSON."""
+    return {"kind": type(initial).__name__, **dataclasses.asdict(initial)}

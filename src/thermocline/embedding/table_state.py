@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -13,8 +13,11 @@ from thermocline.embedding.row_version import RowVersion
 from thermocline.errors import FormatError, ThermoclineError
 
 if TYPE_CHECKING:
+    from thermocline.embedding.member_table import MemberTable
     from thermocline.embedding.table import Table
     from thermocline.tiers.ssd import SsdStore
+
+    AnyTable: TypeAlias = Table | MemberTable
 
 _FORMAT = 1
 _KEYS = {"format", "table", "layout", "history", "step", "ssd", "store", "epoch", "committed"}
@@ -22,7 +25,7 @@ _PADDING = 1024
 """Descriptions are padded to a multiple of these bytes: torch.distributed.checkpoint loads tensors of equal size."""
 
 
-def describe(table: Table) -> dict[str, Any]:
+def describe(table: AnyTable) -> dict[str, Any]:
     """Return name, layout and version of a table, and its newest commit, as JSON."""
     version = table.version
     path, epoch, committed = _newest_commit(table, version)
@@ -41,7 +44,7 @@ def describe(table: Table) -> dict[str, Any]:
     }
 
 
-def _newest_commit(table: Table, version: RowVersion) -> tuple[str | None, int, bool]:
+def _newest_commit(table: AnyTable, version: RowVersion) -> tuple[str | None, int, bool]:
     """Return folder and epoch of the newest commit, and whether it has the rows of `version`."""
     store: SsdStore | None = table.store or table.checkpoint_store
     with contextlib.suppress(ThermoclineError):  # a closed store has no epoch
@@ -72,7 +75,7 @@ def decode(state: torch.Tensor) -> dict[str, Any]:
     raise FormatError(f"the description of a table in the state_dict (_extra_state) cannot be read: {cause}")
 
 
-def require_same_table(saved: dict[str, Any], table: Table) -> None:
+def require_same_table(saved: dict[str, Any], table: AnyTable) -> None:
     """Raise `FormatError` unless the description is of a table with this name and layout."""
     if saved["table"] != table.name:
         raise FormatError(
@@ -88,7 +91,7 @@ def require_same_table(saved: dict[str, Any], table: Table) -> None:
             )
 
 
-def require_same_rows(saved: dict[str, Any], table: Table) -> None:
+def require_same_rows(saved: dict[str, Any], table: AnyTable) -> None:
     """Raise `FormatError`, with the remedy, unless the table has the rows that the description names."""
     require_same_table(saved, table)
     version = RowVersion(saved["history"], saved["step"])
@@ -106,7 +109,7 @@ def _step(version: RowVersion) -> str:
     return f"at step {version.step}" if version.history else "untrained"
 
 
-def _remedy(saved: dict[str, Any], table: Table) -> str:
+def _remedy(saved: dict[str, Any], table: AnyTable) -> str:
     rows = "tc.Checkpoints or tc.state_dict(model, rows=True), and load those with tc.load_state_dict(model, state)"
     if not saved["history"]:
         return "open a new table for it"

@@ -1,6 +1,7 @@
 """`tc.nn`: modules that are called as `torch.nn.EmbeddingBag` and `torch.nn.Embedding`, on rows of a table.
 
-The key of a row is its id. Modules on one table share its rows.
+The key of a row is its id. Modules on one table share its rows. Each call has a batch of its own: on a table of
+`tc.Tiers` its field has the name of the table, so that it is not planned for other tables that are stored with it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from thermocline.arrays import as_keys
 from thermocline.batch import Batch
 from thermocline.embedding.bag import EmbeddingBag as FieldBag
 from thermocline.embedding.graph_op import call_in_graph, in_graph
+from thermocline.embedding.member_table import MemberTable
 from thermocline.embedding.table import Table
 from thermocline.errors import require
 
@@ -35,7 +37,7 @@ class EmbeddingBag(FieldBag):
 
     def __init__(
         self,
-        table: Table,
+        table: Table | MemberTable,
         mode: Mode = "mean",
         *,
         include_last_offset: bool = False,
@@ -43,7 +45,7 @@ class EmbeddingBag(FieldBag):
         num_embeddings: int | None = None,
     ) -> None:
         require(mode in ("sum", "mean", "max"), "mode", mode, "sum, mean or max")
-        super().__init__(table, 1, pooling="none" if mode == "max" else mode)
+        super().__init__(table, _fields(table), pooling="none" if mode == "max" else mode)
         self.mode, self.include_last_offset = mode, include_last_offset
         self.padding_idx, self.num_embeddings = _padding(padding_idx, num_embeddings), num_embeddings
 
@@ -123,12 +125,12 @@ class EmbeddingBag(FieldBag):
                 "expected two dimensions, or one and offsets"
             )
         ids = ids.reshape(-1)
-        batch = _batch(ids, starts)  # checks the offsets
+        batch = _batch(ids, starts, self.field_names)  # checks the offsets
         if self.padding_idx is None:
             return batch, None
         kept = ids != self.padding_idx
         counts = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)])
-        return _batch(ids[kept], counts[starts]), kept
+        return _batch(ids[kept], counts[starts], self.field_names), kept
 
 
 class Embedding(FieldBag):
@@ -138,8 +140,10 @@ class Embedding(FieldBag):
     num_embeddings   raise IndexError for ids outside 0 .. num_embeddings - 1; None: every id has a row
     """
 
-    def __init__(self, table: Table, *, padding_idx: int | None = None, num_embeddings: int | None = None) -> None:
-        super().__init__(table, 1, pooling="none")
+    def __init__(
+        self, table: Table | MemberTable, *, padding_idx: int | None = None, num_embeddings: int | None = None
+    ) -> None:
+        super().__init__(table, _fields(table), pooling="none")
         self.padding_idx, self.num_embeddings = _padding(padding_idx, num_embeddings), num_embeddings
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -159,8 +163,8 @@ class Embedding(FieldBag):
         shape = (*input.shape, self.table.dim)
         kept = None if self.padding_idx is None else ids != self.padding_idx
         if kept is None or kept.all():
-            return super().forward(_one_bag(ids)).view(shape)
-        rows = super().forward(_one_bag(ids[kept]))
+            return super().forward(_one_bag(ids, self.field_names)).view(shape)
+        rows = super().forward(_one_bag(ids[kept], self.field_names))
         return rows.new_zeros(len(ids), self.table.dim).index_put((kept.to(rows.device),), rows).view(shape)
 
 
@@ -178,12 +182,16 @@ def _padding(index: int | None, num_embeddings: int | None) -> int | None:
     return index % num_embeddings
 
 
-def _batch(ids: torch.Tensor, offsets: torch.Tensor) -> Batch:
-    return Batch(as_keys(ids), offsets.numpy(), 1)
+def _fields(table: Table | MemberTable) -> int | list[str]:
+    return [table.name] if isinstance(table, MemberTable) else 1
 
 
-def _one_bag(ids: torch.Tensor) -> Batch:
-    return _batch(ids, torch.tensor([0, len(ids)]))
+def _batch(ids: torch.Tensor, offsets: torch.Tensor, names: tuple[str, ...] | None) -> Batch:
+    return Batch(as_keys(ids), offsets.numpy(), 1, names=names)
+
+
+def _one_bag(ids: torch.Tensor, names: tuple[str, ...] | None) -> Batch:
+    return _batch(ids, torch.tensor([0, len(ids)]), names)
 
 
 def _as_ids(input: Any, num_embeddings: int | None) -> torch.Tensor:

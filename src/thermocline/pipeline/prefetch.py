@@ -30,7 +30,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from thermocline.batch import Batch
 from thermocline.embedding.backend import RowWindow
-from thermocline.embedding.table import Table
+from thermocline.embedding.member_table import MemberTable
+from thermocline.embedding.shared_tiers import Tiers
+from thermocline.embedding.table import Table, row_tables
 from thermocline.errors import BudgetError
 from thermocline.pipeline.executor import Later, Pipeline, StageStats
 from thermocline.pipeline.lookahead import AheadItem, LookAhead, LookAheadStats
@@ -366,7 +368,7 @@ def _windows_ahead(ahead: LookAhead, size: int, sync: WindowSync | None) -> Iter
 
 def prefetch(
     loader: Iterable[Batch],
-    *tables: Table,
+    *tables: Table | MemberTable | Tiers,
     depth: int = 4,
     pull_window: int = 1,
     training: bool = True,
@@ -375,6 +377,7 @@ def prefetch(
 ) -> Prefetch:
     """Iterate over `loader` with the rows of `tables` pulled ahead; use it in a for loop.
 
+    tables        `tc.Table`s, or `tc.Tiers`, which stands for all of its tables
     depth         windows in flight, including the one being trained; 1: no overlap
     pull_window   batches that share one pull from SSD
     training      False: rows are only read, for evaluation
@@ -394,4 +397,4 @@ def prefetch(
         raise ValueError("prefetch() needs at least one table whose rows to pull")
     if training:
         keep_freed_memory()
-    return Prefetch(loader, tables, depth, pull_window, training, flags_fn, idle)
+    return Prefetch(loader, row_tables(tables), depth, pull_window, training, flags_fn, idle)

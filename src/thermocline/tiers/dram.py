@@ -141,6 +141,7 @@ class DramTier:
         statistics: RowStatistics = NO_STATISTICS,
         shards: int | None = None,
         write_ahead: int | None = None,
+        initial_parts: Sequence[tuple[int, Initial]] = (),
     ) -> None:
         """Make an empty tier.
 
@@ -155,6 +156,7 @@ class DramTier:
         shards    parts of the index, a power of two up to 256; default: from the capacity
         write_ahead   rows to be evicted next that a background thread keeps clean; default: the slots that two recent
                       pulls took, 1/16 to 1/4 of all; 0: a pull writes the changed rows that it evicts
+        initial_parts   top 16 bits of keys, and their initializer; other keys have `initial`
         """
         if dim < 1:
             raise ValueError(f"dim is {dim}: it must be at least 1")
@@ -207,6 +209,7 @@ class DramTier:
             store=None if store is None else store._core,
             write_ahead=write_ahead,
             catch_up=optimizer.catches_up,
+            initial_parts=[(prefix, part.code, part.scale) for prefix, part in initial_parts],
         )
 
     # ---- gradients

@@ -70,6 +70,7 @@ def make_dram_tier(
         seed=spec.seed,
         table=spec.table_id,
         initial=spec.initial,
+        initial_parts=[(member.prefix, member.initial) for member in spec.members],
         precision=spec.precision,
         statistics=spec.statistics,
     )

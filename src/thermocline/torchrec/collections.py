@@ -1,4 +1,4 @@
-"""`EmbeddingBagCollection` and `EmbeddingCollection`: the modules of TorchRec on `tc.Table`.
+"""`EmbeddingBagCollection` and `EmbeddingCollection`: the modules of TorchRec on tables of one `tc.Tiers`.
 
 Each config has a table; the key of a row is its id. Rows are updated at the end of each backward pass.
 """
@@ -8,26 +8,25 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, SupportsIndex
 
 import torch
 
 from thermocline.batch import Batch
+from thermocline.embedding.bags_side_by_side import pool_side_by_side
 from thermocline.embedding.batch_plan import Pooling
+from thermocline.embedding.member_table import MemberTable
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import Precision
+from thermocline.embedding.shared_tiers import Tiers
 from thermocline.embedding.table import Table
+from thermocline.embedding.table_storages import bytes_of_rows
 from thermocline.errors import ThermoclineError
 from thermocline.torchrec.configs import check_config, feature_names, pooling_of, precision_of
+from thermocline.torchrec.in_backward import learning_rate, note_step
 from thermocline.torchrec.jagged_tensor import JaggedTensor, is_keyed_jagged, require_equal_batches
 from thermocline.torchrec.keyed_tensor import KeyedTensor
 from thermocline.torchrec.table_rows import TableRows
-from thermocline.utils.text_format import parse_size
-
-_ROW_OVERHEAD = 64
-"""Bytes per row of index and metadata in DRAM, at most."""
-_LEAST_MEM = 1 << 20
 
 
 class _Collection(torch.nn.Module):
@@ -50,16 +49,17 @@ class _Collection(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._configs = list(tables)
-        self._budgets = {"mem": mem, "hbm": hbm}
-        self._ssd, self._check_ids = ssd, check_ids
+        self._budgets = {"mem": mem, "hbm": hbm, "ssd": ssd}
+        self._check_ids = check_ids
         self._table_options = dict(table_options or {})
+        self._tiers: Tiers | None = None
         rows = torch.nn.ModuleDict()
         for config, pooling in zip(self._configs, poolings, strict=True):
             if config.name in rows:
                 raise ValueError(f"Duplicate table name {config.name}: names of tables must be unique")
             check_config(config)
             precision_of(config)
-            rows[config.name] = TableRows(config, pooling, self._open_table, optimizer, device or "cpu")
+            rows[config.name] = TableRows(config, pooling, self._declare, optimizer, device or "cpu")
         self.add_module(self.attribute, rows)
         used = [feature for config in self._configs for feature in feature_names(config)]
         self._names = [
@@ -73,9 +73,16 @@ class _Collection(torch.nn.Module):
         return list(getattr(self, self.attribute).values())
 
     @property
-    def tables(self) -> dict[str, Table]:
+    def tables(self) -> dict[str, MemberTable]:
         """The tables by name. Opens them: their optimizer must be known."""
         return {rows.config.name: rows.table for rows in self._rows}
+
+    @property
+    def tiers(self) -> Tiers:
+        """The budget of all tables. Opens them."""
+        self._declare()
+        assert self._tiers is not None
+        return self._tiers
 
     @property
     def device(self) -> torch.device:
@@ -96,24 +103,20 @@ class _Collection(torch.nn.Module):
 
     # ---- opening
 
-    def _open_table(self, config: Any, optimizer: Optimizer, **options: Any) -> Table:
-        for name, total in self._budgets.items():
-            if total is not None:
-                options[name] = self._part(parse_size(total, name), config, optimizer)
+    def _declare(self) -> None:
+        """Declare all tables, as the budgets are divided by their sizes."""
+        if self._tiers is not None:
+            return
+        chosen = [(rows, rows.chosen_optimizer()) for rows in self._rows]
+        budgets = {name: value for name, value in self._budgets.items() if value is not None}
         if self._budgets["mem"] is None:
-            options["mem"] = _bytes_of(config, optimizer)
-        if self._ssd is not None:
-            options["ssd"] = Path(self._ssd) / config.name
-        return Table(config.embedding_dim, optimizer, **{**options, **self._table_options})
-
-    def _part(self, total: int, config: Any, optimizer: Optimizer) -> int:
-        """Return the part of a budget that one table gets: a quarter of it in equal parts, as far as tables need them,
-        and the rest by the bytes of their other rows."""
-        needs = {other.name: _bytes_of(other, optimizer) for other in self._configs}
-        least = {name: min(need, total // (4 * len(needs))) for name, need in needs.items()}
-        others = sum(needs.values()) - sum(least.values())
-        share = (needs[config.name] - least[config.name]) / others if others else 1 / len(needs)
-        return least[config.name] + int((total - sum(least.values())) * share)
+            budgets["mem"] = sum(_bytes_of(rows.config, optimizer) for rows, optimizer in chosen)
+        tiers = Tiers(**budgets, table_options=self._table_options)
+        for rows, optimizer in chosen:
+            rows.declare(tiers, optimizer)
+        self._tiers = tiers
+        for rows, _ in chosen:
+            rows.fill()
 
     # ---- forward and backward
 
@@ -148,8 +151,24 @@ class _Collection(torch.nn.Module):
 
     def step(self) -> None:
         """Apply the gradients of a backward pass to all tables. Called at its end."""
+        rates: dict[Table, dict[str, float]] = {}
         for rows in self._rows:
-            rows.step()
+            table = rows.table.storage
+            if table.pending_gradients and (rate := learning_rate(rows.weight)) is not None:
+                rates.setdefault(table, {})[rows.config.name] = rate
+        for table, by_name in rates.items():
+            if len(set(by_name.values())) > 1:
+                raise RuntimeError(
+                    f"tables {list(by_name)} have the learning rates {list(by_name.values())}, but were given one "
+                    "optimizer with one rate and are stored together: give them different rates before the first use"
+                )
+            table.lr = next(iter(by_name.values()))
+        for table in self.tiers.row_tables:
+            if table.pending_gradients:
+                stepped = [rows for rows in self._rows if rows.table.storage is table]
+                table.step()
+                for rows in stepped:
+                    note_step(rows.weight)
 
 
 class _StepAfterBackward(torch.autograd.Function):
@@ -191,11 +210,10 @@ class EmbeddingBagCollection(_Collection):
         is_weighted   use the weights of the KeyedJaggedTensor
         device        device of the outputs; "meta": the tables cannot be used before `to_empty`
         optimizer     of rows whose parameter gets none by `apply_optimizer_in_backward`
-        mem, hbm      bytes for all tables together, divided by the bytes of their rows, with a least part for small
-                      tables; mem None: `num_embeddings` rows of each table fit
-        ssd           folder for the rows beyond memory: a store per table, in a folder of its name
-        check_ids     raise IndexError for ids outside num_embeddings; else such ids have rows too
-        table_options further arguments of every `tc.Table`
+        mem, hbm      bytes for all tables together (`tc.Tiers`); mem None: `num_embeddings` rows of each table fit
+        ssd           folder for the rows beyond memory: a store for all tables of equal dim, optimizer and precision
+        check_ids     raise IndexError for ids outside num_embeddings; else ids up to 2^48 - 1 have rows too
+        table_options further arguments of `tc.Table`, for each store
         """
         super().__init__(
             tables,
@@ -217,9 +235,9 @@ class EmbeddingBagCollection(_Collection):
         weights = features.weights_or_none() if self._is_weighted else None
         if self._is_weighted and weights is None:
             raise ValueError("the collection is weighted, but the KeyedJaggedTensor has no weights: give it weights")
-        pooled = [bag(batch, weights).flatten(1) for rows in self._rows for bag in rows.ready_bags()]
+        bags = [bag for rows in self._rows for bag in rows.ready_bags()]
         names = [name for names in self._names for name in names]
-        return KeyedTensor(names, self._lengths, self._output(torch.cat(pooled, 1)))
+        return KeyedTensor(names, self._lengths, self._output(pool_side_by_side(bags, batch, weights)))
 
     def embedding_bag_configs(self) -> list[Any]:
         """Return the configs."""
@@ -307,8 +325,9 @@ def collections_of(model: torch.nn.Module) -> list[_Collection]:
 
 def _bytes_of(config: Any, optimizer: Optimizer) -> int:
     """Return bytes of DRAM that hold all rows of a table, with their index."""
-    row = Precision.of(precision_of(config)).row_bytes(config.embedding_dim, optimizer)
-    return max(_LEAST_MEM, int(1.25 * config.num_embeddings * (row + _ROW_OVERHEAD)))
+    return bytes_of_rows(
+        config.num_embeddings, Precision.of(precision_of(config)).row_bytes(config.embedding_dim, optimizer)
+    )
 
 
 # ---- conversion

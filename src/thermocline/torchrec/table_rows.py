@@ -9,16 +9,14 @@ import torch
 
 from thermocline.embedding.bag import EmbeddingBag
 from thermocline.embedding.batch_plan import Pooling
+from thermocline.embedding.member_table import MemberTable
 from thermocline.embedding.optimizers import Optimizer
-from thermocline.embedding.table import Table
+from thermocline.embedding.shared_tiers import Tiers
 from thermocline.torchrec.configs import feature_names, filled_rows, initial_of, precision_of
-from thermocline.torchrec.in_backward import RowParameter, attached_optimizer, learning_rate, note_step
+from thermocline.torchrec.in_backward import RowParameter, attached_optimizer
 
 _FILL_LIMIT = 1 << 30
 """Bytes that an `init_fn` may fill."""
-
-OpenTable = Callable[..., Table]
-"""(config, optimizer, **arguments of `tc.Table`) -> table."""
 
 
 class TableRows(torch.nn.Module):
@@ -30,29 +28,32 @@ class TableRows(torch.nn.Module):
     """
 
     def __init__(
-        self, config: Any, pooling: Pooling, open_table: OpenTable, optimizer: Optimizer | None, device: Any
+        self, config: Any, pooling: Pooling, declare_all: Callable[[], None], optimizer: Optimizer | None, device: Any
     ) -> None:
         super().__init__()
         self.config = config
         self.features = feature_names(config)
         self._pooling: Pooling = pooling
-        self._open_table, self._optimizer = open_table, optimizer
+        self._declare_all, self._optimizer = declare_all, optimizer
         self.weight = RowParameter(torch.empty(0, config.embedding_dim, device=device))
         self.weight.table = config.name
         self.bags = torch.nn.ModuleList()
-        self._table: Table | None = None
+        self._table: MemberTable | None = None
+        self._filled: torch.Tensor | None = None
+        """Initial rows that are no function of the id, until the table is opened."""
         self._attached = 0
         """Optimizers that the parameter had when the table was opened."""
 
     @property
-    def table(self) -> Table:
-        """The table, which is opened by the first use."""
+    def table(self) -> MemberTable:
+        """The table. The first use declares all tables of the collection."""
         if self._table is None:
-            self._open()
+            self._declare_all()
         assert self._table is not None
         return self._table
 
-    def _open(self) -> None:
+    def chosen_optimizer(self) -> Optimizer:
+        """Return the optimizer of the rows. Raises if the parameter is on meta, or has none."""
         name = self.config.name
         if self.weight.is_meta:
             raise RuntimeError(
@@ -65,16 +66,26 @@ class TableRows(torch.nn.Module):
                 "call apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {'lr': 0.1}) before the first "
                 "use, or make the collection with optimizer=tc.SGD(lr=0.1)"
             )
-        initial, filled = initial_of(self.config)
-        rows = filled_rows(self.config, _FILL_LIMIT) if filled else None
-        table = self._open_table(
-            self.config, optimizer, name=name, initial=initial, precision=precision_of(self.config)
-        )
-        if rows is not None and table.version.history == "":  # not a store with trained rows
-            table.load_rows(torch.arange(len(rows)), rows)
-        self._table, self._attached = table, len(getattr(self.weight, "_optimizer_classes", []))
+        return optimizer
+
+    def declare(self, tiers: Tiers, optimizer: Optimizer) -> None:
+        """Declare the table, and make its bags."""
+        config = self.config
+        initial, filled = initial_of(config)
+        self._filled = filled_rows(config, _FILL_LIMIT) if filled else None
+        self._table = tiers.table(
+            config.name, config.embedding_dim, optimizer, rows=config.num_embeddings, initial=initial,
+            precision=precision_of(config),
+        )  # fmt: skip
+        self._attached = len(getattr(self.weight, "_optimizer_classes", []))
         lists = [[feature] for feature in self.features] if self._pooling == "none" else [self.features]
-        self.bags.extend(EmbeddingBag(table, features, pooling=self._pooling) for features in lists)
+        self.bags.extend(EmbeddingBag(self._table, features, pooling=self._pooling) for features in lists)
+
+    def fill(self) -> None:
+        """Open the table, and load its initial rows if they are no function of the id."""
+        rows, self._filled = self._filled, None
+        if rows is not None and self.table.version.history == "":  # not a store with trained rows
+            self.table.load_rows(torch.arange(len(rows)), rows)
 
     def ready_bags(self) -> list[EmbeddingBag]:
         """Return the bags, frozen or not as the parameter is. Opens the table."""
@@ -89,15 +100,6 @@ class TableRows(torch.nn.Module):
             if bag.requires_grad != self.weight.requires_grad:
                 bag.requires_grad_(self.weight.requires_grad)
         return bags
-
-    def step(self) -> None:
-        """Apply the gradients of the backward pass, if there are any."""
-        if self._table is not None and self._table.pending_gradients:
-            rate = learning_rate(self.weight)
-            if rate is not None:
-                self._table.lr = rate
-            self._table.step()
-            note_step(self.weight)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if fn(torch.empty(0, device=self.weight.device)).dtype != torch.float32:
@@ -115,7 +117,7 @@ class TableRows(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self._table is None and not self.weight.is_meta and (attached_optimizer(self.weight) or self._optimizer):
-            self._open()  # so that the keys do not depend on the first use
+            self._declare_all()  # so that the keys do not depend on the first use
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
@@ -127,5 +129,5 @@ class TableRows(torch.nn.Module):
             for i, bag in enumerate(self.bags):
                 state_dict[f"{prefix}bags.{i}._extra_state"] = bag.get_extra_state()
         elif self._table is None and any(name.startswith(f"{prefix}bags.") for name in state_dict):
-            self._open()
+            self._declare_all()
         super()._load_from_state_dict(state_dict, prefix, *more)

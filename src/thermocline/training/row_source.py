@@ -13,6 +13,7 @@ import numpy as np
 from thermocline.arrays import Floats, Keys, Mask, Rows
 from thermocline.distributed.shard_reader import ShardReaderTable
 from thermocline.embedding.table import Table
+from thermocline.errors import ThermoclineError
 from thermocline.serving.changes import merge_by_hash, sort_by_hash
 from thermocline.serving.served_rows import Candidates, ServedRows
 from thermocline.tiers.ssd import SsdStore
@@ -27,6 +28,11 @@ class RowSource:
     """Reads a table between steps. `advance` is called with the number of rows read since the last call."""
 
     def __init__(self, table: Table, advance: Callable[[int], object] = lambda rows: None) -> None:
+        if table.storage is not table or table.spec.members:
+            raise ThermoclineError(
+                f"table {table.name!r} is stored with other tables of tc.Tiers, and cannot be published: declare it "
+                'with keys="hash", which stores it alone, and publish table.storage'
+            )
         self._table = table
         self._advance = advance
         self._stores = _stores(table)

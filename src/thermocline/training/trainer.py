@@ -29,7 +29,8 @@ import torch
 from thermocline.batch import Batch
 from thermocline.config.dense_sync import DenseSync
 from thermocline.config.train import TrainConfig as TrainConfig
-from thermocline.embedding.table import Table
+from thermocline.embedding.member_table import MemberTable
+from thermocline.embedding.table import Table, row_tables
 from thermocline.errors import ConfigError, CorruptionError, ThermoclineError
 from thermocline.pipeline.executor import StageStats
 from thermocline.pipeline.lookahead import LookAheadStats
@@ -541,7 +542,7 @@ def _batches_per_epoch(train: Any) -> int | None:
 def tables_of(model: torch.nn.Module) -> list[Table]:
     """Return the tables of the model's EmbeddingBags, in module order."""
     candidates = (getattr(module, "table", None) for module in model.modules())
-    tables = list(dict.fromkeys(table for table in candidates if isinstance(table, Table)))
+    tables = row_tables(table for table in candidates if isinstance(table, Table | MemberTable))
     names = [table.name for table in tables]
     if not tables or len(set(names)) != len(names):
         raise ValueError(f"the model's tables are {names}: it needs EmbeddingBags whose tables have unique names")
