@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import types
 from typing import Any
 
@@ -172,3 +173,32 @@ def test_a_repeated_launch_compiles_only_in_that_mode(triton: FakeTriton) -> Non
     launched(1, 1, 7)
     assert not triton.slow
     assert [values[4] for values in triton.fast] == ["ahead", "ahead"]
+
+
+def test_a_kernel_of_two_combinations_is_loaded_once(triton: FakeTriton) -> None:
+    """Triton sets `run` before `function`: a second thread must not see a kernel that is being loaded."""
+    loads = []
+
+    class Slow:
+        packed_metadata = "metadata"
+        function: str | None = None
+        loading = False
+
+        @property
+        def run(self) -> Any:
+            if not self.loading:
+                self.loading = True
+                loads.append(1)
+                time.sleep(0.05)
+                self.function = "loaded"
+            return triton.fast.append
+
+    slow = Slow()
+    triton.warmup = lambda *args, grid, **constants: slow  # type: ignore[method-assign]
+    kernel, memory = Kernel(triton), torch.zeros(64)
+    with compiling_only(2):
+        kernel[(1,)](memory, 5, 7, TILE=8)
+        kernel[(1,)](memory, 16, 7, TILE=8)
+    handles = [kernel._compiling[key].result() for key in kernel._compiling]
+    assert [part[1] for part in handles] == ["loaded", "loaded"]
+    assert len(loads) == 1

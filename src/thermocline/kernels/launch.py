@@ -29,6 +29,10 @@ _compilers: dict[int, ThreadPoolExecutor] = {}
 """By thread: where it compiles instead of launching, see `compiling_only`."""
 
 
+_loading = threading.Lock()
+"""Held while a kernel is loaded: Triton sets `run` before `function`, and two combinations may share a kernel."""
+
+
 @contextlib.contextmanager
 def compiling_only(threads: int) -> Iterator[None]:
     """Launches of this thread in the context run nothing: their kernels are compiled, on several threads.
@@ -125,7 +129,8 @@ class Kernel:
         """Launch through Triton; return the C launcher, its handles, and the values of the constants."""
         tail = self._tail(args, constants)
         wait_for_hash()
-        return _handles(self._function[grid](*args, **constants), tail)
+        with _loading:
+            return _handles(self._function[grid](*args, **constants), tail)
 
     def _compile_only(
         self, device: int, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]
@@ -134,7 +139,9 @@ class Kernel:
         torch.cuda.set_device(device)
         tail = self._tail(args, constants)
         wait_for_hash()
-        return _handles(self._function.warmup(*args, grid=grid, **constants), tail)
+        compiled = self._function.warmup(*args, grid=grid, **constants)
+        with _loading:
+            return _handles(compiled, tail)
 
     def _tail(self, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
         """Return the values of the arguments after `args`."""
