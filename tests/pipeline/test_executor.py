@@ -364,7 +364,7 @@ def test_dropped_on_a_stage_thread() -> None:
 @DEPTHS
 def test_stage_statistics(depth: int) -> None:
     def slow(item: int) -> int:
-        time.sleep(0.002)
+        time.sleep(0.01)  # long beside delays of a busy machine
         return item
 
     with Pipeline(range(20), [("quick", identity), ("slow", slow)], depth=depth) as pipeline:
@@ -372,8 +372,8 @@ def test_stage_statistics(depth: int) -> None:
         stats = {stage.name: stage for stage in pipeline.stats}
     assert list(stats) == ["read", "quick", "slow", "train"]
     assert [stage.items for stage in stats.values()] == [20] * 4
-    assert stats["slow"].busy_seconds >= 0.04
-    assert stats["train"].wait_seconds >= 0.03
+    assert stats["slow"].busy_seconds >= 0.2
+    assert stats["train"].wait_seconds >= 0.15
     assert stats["quick"].busy_seconds < stats["slow"].busy_seconds
     assert all(0 <= stage.fill <= depth for stage in stats.values())
     if depth > 1:
