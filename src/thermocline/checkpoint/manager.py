@@ -106,10 +106,11 @@ class Checkpoints:
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}: it must be at least 1 checkpoint")
-        stored = row_tables([tables] if isinstance(tables, Tiers) else tables)
+        given = [tables] if isinstance(tables, Tiers) else list(tables)
+        stored = row_tables(given)
         self.tables = {table.name: table for table in stored}
-        if not stored or len(self.tables) != len(stored):
-            names = [table.name for table in stored]
+        if not stored or len(self.tables) != len(stored) or len(set(map(id, given))) < len(given):
+            names = [table.name for table in (stored if isinstance(tables, Tiers) else tables)]
             raise ValueError(f"tables are {names}: pass at least one, with unique names (Table(name=...))")
         self._collective = CollectiveRunner.of(stored)
         if isinstance(dense_optimizer, torch.optim.Optimizer):
