@@ -67,7 +67,7 @@ def test_format_errors(tmp_path: Path) -> None:
     (tmp_path / "a.svm").write_text("1 2\n")
     assert_data_error(
         r"data\.format is not given, and the ending of '.*a\.data' does not tell it: set it to one of libsvm, "
-        "libffm, criteo, csv, parquet, synth",
+        "libffm, criteo, csv, parquet, arrow, synth",
         tmp_path / "a.data",
     )
     assert_data_error("the files' endings differ", tmp_path / "a.csv", tmp_path / "a.svm")

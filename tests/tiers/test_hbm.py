@@ -260,7 +260,7 @@ def test_stochastic_rounding_uses_the_key_before_eviction(monkeypatch: pytest.Mo
 
     defer(hbm_backend, "update_rows")
     run_after_wait(hbm_backend, "pool_rows")  # on the same stream
-    run_after_wait(HbmTier, "_wait_for_training")
+    run_after_wait(HbmTier, "wait_for_training")
     run_after_wait(RowTransfer, "_on")  # before evicted rows are copied out
     options: dict[str, Any] = {"precision": tc.Precision(kind="int4"), "mem": "4MB"}
     tables = [

@@ -47,6 +47,22 @@ class _Load(NamedTuple):
     done: Future[None]
 
 
+_THREADS = "thermocline-load-ahead"
+
+
+def _join_all(threads: ThreadPoolExecutor) -> None:
+    """Wait until all threads have ended. Ctrl-C meanwhile is raised afterwards."""
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            threads.shutdown()
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
 class TierOwner(Protocol):
     """Has a DRAM tier, which it may replace."""
 
@@ -114,7 +130,7 @@ class DramHorizon:
         self._parts = max(_LEAST_PARTS, dram.core.calls_at_once // 2)
         self._behind = self._parts if self._parts > 1 else 0  # parts that may be loading when `load` returns
         self._part = max(1, min(_PART_KEYS, dram.capacity // 16))
-        self._threads = ThreadPoolExecutor(self._parts, thread_name_prefix="thermocline-load-ahead")
+        self._threads = ThreadPoolExecutor(self._parts, thread_name_prefix=_THREADS)
         self._most_ids = 0  # of a batch
         self._dropped = False
         hints, number = dram.hints, id(self)
@@ -193,12 +209,20 @@ class DramHorizon:
     def drop(self) -> bool:
         with self._lock:
             first, self._dropped = not self._dropped, True
-            loading = [load.done for load in self._loads]
         self._dram.hints.pop(id(self), None)
         self._core.drop()
-        wait(loading)  # a part that is being loaded is unpinned at its end
-        self._threads.shutdown()
+        _join_all(self._threads)  # a part that is being loaded is unpinned at its end
         return first
+
+    def __del__(self) -> None:
+        """Wait for parts that are being loaded, if Ctrl-C came before `drop`: they pin rows."""
+        threads = getattr(self, "_threads", None)
+        if threads is not None:
+            self._dropped = True
+            if threading.current_thread().name.startswith(_THREADS):
+                threads.shutdown(wait=False)
+            else:
+                _join_all(threads)
 
     @property
     def position(self) -> float:
