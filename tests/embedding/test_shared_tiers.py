@@ -547,6 +547,32 @@ def test_tables_with_equal_prefixes_are_stored_apart(monkeypatch: pytest.MonkeyP
     assert second.storage.name == f"{first.storage.name}.2"
 
 
+def test_keys_of_a_table_that_is_not_declared_are_given_to_no_other(tmp_path: Path) -> None:
+    first, second = "t77", "t120"  # the prefixes of their keys are equal
+    for names in ([first], [second], [first, second]):
+        tiers = tc.Tiers(mem="4MB", ssd=tmp_path / "rows", table_options={"ssd_options": SMALL})
+        tables = {name: tiers.table(name, 4, tc.SGD(lr=0.1)) for name in names}
+        if names == [first]:
+            tables[first].load_rows([1, 2], torch.ones(2, 4))
+            tiers.commit()
+        assert {name: len(table) for name, table in tables.items()} == {n: 2 if n == first else 0 for n in names}
+        assert len({table.storage.name for table in tables.values()}) == len(names)
+        tiers.close()
+
+
+def test_a_new_table_with_another_rate_is_declared_after_those_of_the_folder(tmp_path: Path) -> None:
+    def opened(*declared: tuple[str, float]) -> None:
+        tiers = tc.Tiers(mem="4MB", ssd=tmp_path / "rows", table_options={"ssd_options": SMALL})
+        tables = [tiers.table(name, 4, tc.SGD(lr=rate)) for name, rate in declared]
+        assert len({table.storage.name for table in tables}) == len(declared)
+        tiers.close()
+
+    opened(("a", 0.1))
+    with pytest.raises(tc.FormatError, match=r"declare the tables of the folder before new ones"):
+        opened(("new", 0.3), ("a", 0.1))
+    opened(("a", 0.1), ("new", 0.3))
+
+
 def test_tables_stored_together_cannot_be_published(tmp_path: Path) -> None:
     from thermocline.training.publish import publish_table
 
