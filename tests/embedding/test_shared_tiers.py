@@ -177,6 +177,28 @@ def test_frozen_tables_and_evaluation() -> None:
     require_equal(*worlds, *outputs)
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_bag_does_not_decide_whether_another_is_trained(frozen: int) -> None:
+    tiers = tc.Tiers(mem="4MB")
+    bags = [tc.EmbeddingBag(tiers.table(name, 4, tc.SGD(lr=0.1)), [name]).eval() for name in "ab"]
+    bags[frozen].requires_grad_(False)
+    batch = tc.Batch(np.arange(6, dtype=np.uint64), np.arange(7), 2, names=["a", "b"])
+    outputs = [bag(batch) for bag in bags]
+    assert [output.requires_grad for output in outputs] == [frozen != 0, frozen != 1]
+    with pytest.raises(RuntimeError, match="backward through rows read for evaluation"):
+        outputs[1 - frozen].sum().backward()
+
+
+def test_weights_that_were_changed_in_place_count() -> None:
+    tiers, weights = tc.Tiers(mem="4MB"), torch.ones(6)
+    first, second = (tc.EmbeddingBag(tiers.table(name, 4, tc.SGD(lr=0.1)), [name]).eval() for name in "ab")
+    batch = tc.Batch(np.arange(6, dtype=np.uint64), np.arange(7), 2, names=["a", "b"])
+    expected = [2 * bag(batch) for bag in (first, second)]
+    first(batch, weights)
+    weights.mul_(2)
+    assert all(torch.equal(bag(batch, weights), want) for bag, want in zip((first, second), expected, strict=True))
+
+
 def test_accumulated_gradients_and_second_passes() -> None:
     scenario, data = Scenario(9, tc.Adagrad(lr=0.1)), batches(4)
     outputs: list[Any] = [[], []]

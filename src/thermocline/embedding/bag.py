@@ -117,7 +117,8 @@ class EmbeddingBag(torch.nn.Module):
     def _forward(self, batch: Batch, weights: torch.Tensor | None) -> torch.Tensor:
         table, training = self._begin(batch, weights)
         given = batch.learned_weights if weights is None else weights
-        mode = training, torch.is_grad_enabled(), table.step_count
+        version = None if given is None or given.is_inference() else given._version
+        mode = training, table.trains(self), torch.is_grad_enabled(), table.step_count, version
         if table.pooled is not None:
             part = table.pooled.take(batch, given, mode, self.specs[0])
             if part is not None:
