@@ -541,6 +541,16 @@ def test_a_folder_is_reopened_with_its_tables(tmp_path: Path) -> None:
         opened("a")
 
 
+def test_the_record_keeps_tables_that_another_object_has_added(tmp_path: Path) -> None:
+    both = [tc.Tiers(mem="4MB", ssd=tmp_path / "rows", table_options={"ssd_options": SMALL}) for _ in range(2)]
+    for tiers, name, dim in zip(both, "ab", (4, 8), strict=True):
+        tiers.table(name, dim, tc.SGD(lr=0.1))
+    for tiers in both:
+        assert len(tiers.row_tables) == 1
+        tiers.close()
+    assert json.loads((tmp_path / "rows" / "tables.json").read_text())["tables"].keys() == {"a", "b"}
+
+
 def test_a_store_of_a_single_table_is_refused(tmp_path: Path) -> None:
     tc.Table(4, tc.SGD(lr=0.1), name="a", ssd=tmp_path / "a", mem="1MB", ssd_options=SMALL).close()
     for folder in (tmp_path, tmp_path / "a"):
@@ -683,10 +693,13 @@ def test_refusals() -> None:
     for arguments, message in (
         (("x/y", 4, tc.SGD(lr=0.1)), "name is 'x/y'"),
         (("shared.x", 4, tc.SGD(lr=0.1)), "names that begin with 'shared.' are those of storages"),
+        (("tables.json", 4, tc.SGD(lr=0.1)), "the folder of tc.Tiers has a file of this name"),
         (("x", 0, tc.SGD(lr=0.1)), "dim is 0: it must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             tiers.table(*arguments)
+    with pytest.raises(ValueError, match=r"table_options has \['dim', 'admission'\]: pass these to tiers.table"):
+        tc.Tiers(mem="4MB", table_options={"admission": tc.Admission(count=2), "dim": 8})
     with pytest.raises(TypeError, match=r"optimizer is 0\.1"):
         tiers.table("x", 4, 0.1)  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="there is no table 'x': tables are"):

@@ -146,6 +146,8 @@ class TableStorages:
             raise ValueError(f"table {name!r} is declared twice: names of the tables of tc.Tiers must be unique")
         if name.startswith(_PREFIX):
             raise ValueError(f"name is {name!r}: names that begin with {_PREFIX!r} are those of storages")
+        if name == _RECORD:
+            raise ValueError(f"name is {name!r}: the folder of tc.Tiers has a file of this name")
         if self.is_open:
             raise ThermoclineError(
                 f"table {name!r}: the budgets were divided at the first use of {next(iter(self.tables), None)!r}: "
@@ -244,7 +246,7 @@ class TableStorages:
         path = self._record_path
         if path is None:
             return
-        tables = dict(self._recorded or {})
+        tables = self._read_record()  # again: another tc.Tiers may have opened the folder meanwhile
         for storage in self._storages.values():
             for name, table in storage.members.items():
                 tables[name] = {"storage": storage.name, "layout": table.declared_layout}
