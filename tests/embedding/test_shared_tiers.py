@@ -262,6 +262,38 @@ def test_compiled_bags() -> None:
     require_equal(*worlds, *outputs)
 
 
+@pytest.mark.parametrize("used", ["abc", "bc", "c"])
+def test_compiled_bags_that_are_joined(used: str) -> None:
+    """An op of the graph may take what another has pooled: its gradient is not lost."""
+    rows = []
+    for compiled in (False, True):
+        tiers = tc.Tiers(mem="4MB")
+        tables = {name: tiers.table(name, 4, tc.Adagrad(lr=0.1)) for name in "abc"}
+        bags = torch.nn.ModuleDict({name: tc.EmbeddingBag(table, [name]) for name, table in tables.items()})
+        model: Any = _Squares(bags, used)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        rng = np.random.default_rng(5)
+        for _ in range(2):
+            ids = rng.integers(0, IDS, 3 * EXAMPLES, dtype=np.uint64)
+            run(tc.Batch(ids, np.arange(len(ids) + 1), 3, names=list("abc"))).backward()
+            tiers.step()
+        rows.append({name: table.read(np.arange(IDS)).tobytes() for name, table in tables.items()})
+        assert all((table.read_rows(np.arange(IDS))[1] > 0).any() == (n in used) for n, table in tables.items())
+    assert rows[0] == rows[1]
+
+
+class _Squares(torch.nn.Module):
+    """A loss that uses some of the bags that it calls."""
+
+    def __init__(self, bags: torch.nn.ModuleDict, used: str) -> None:
+        super().__init__()
+        self.bags, self.used = bags, used
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        outputs = {name: bag(batch) for name, bag in self.bags.items()}
+        return torch.cat([outputs[name] for name in self.used]).square().sum()
+
+
 def test_one_bag_per_table_is_one_input_and_one_gradient() -> None:
     tiers = tc.Tiers(mem="4MB")
     bags = [tc.EmbeddingBag(tiers.table(f"t{i}", 4, tc.SGD(lr=0.1)), [f"f{i}"]) for i in range(8)]
