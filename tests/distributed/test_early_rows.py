@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from helpers.ranks import run_ranks
 
 import thermocline as tc
 from thermocline.distributed.communicator import Groups
-from thermocline.distributed.early_rows import _among
+from thermocline.distributed.early_rows import EarlyRows, _among
 from thermocline.distributed.row_exchange import RowExchange, TrafficCounter
 from thermocline.distributed.row_reduce import take_rows
 from thermocline.distributed.sharded_table import ShardedTable
@@ -73,6 +74,29 @@ def test_rows_that_catch_up_are_not_exchanged_early(tmp_path: Path) -> None:
     results = run_ranks(job.nodes, train_overlapped, job, RunOptions("two", 0.3, 4, 1), str(tmp_path))
     assert_matches_reference(job, results)
     assert all(early is None for result in results for early in result["early"].values())
+
+
+class Plan:
+    """Stands for a plan."""
+
+
+def test_a_pipeline_may_add_plans_while_one_is_taken() -> None:
+    nothing: Any = None
+    early = EarlyRows(nothing, nothing, nothing)
+    plan, later = Plan(), Plan()
+    adding = threading.Thread(target=early.add, args=([later],))
+
+    def gone() -> None:
+        """A plan that nothing refers to any more: lets the thread run while `take` iterates."""
+        if adding.ident is None:
+            adding.start()
+            adding.join(0.2)
+
+    early._coming.append(gone)  # type: ignore[arg-type]
+    early.add([plan])
+    assert early.take(plan, step=1) is None
+    adding.join()
+    assert [coming() for coming in early._coming] == [later]
 
 
 # ---- rows that anything but a step changes

@@ -34,6 +34,7 @@ from thermocline.distributed import hint_lane
 from thermocline.distributed.communicator import Groups
 from thermocline.distributed.hint_lane import Hint, HintLane, decode
 from thermocline.distributed.sharded_horizon import _Pipeline
+from thermocline.tiers import dram_horizon
 
 THREE = ((0, 1, 2),)
 JOB = Job(PAIR, "sgd", (60, 60))
@@ -313,8 +314,12 @@ def test_ranks_post_different_numbers_of_hints() -> None:
         assert sum(len(hint.keys) for hint in hints) == 9 * 20
 
 
-def test_hints_of_several_ranks_for_the_same_batches_are_loaded(tmp_path: Path) -> None:
-    """The thread that loads hints compares them by their batches only."""
+@pytest.mark.parametrize("parts", [1, 2])  # loaded at once; 2: as in a tier of 64 MB and more
+def test_hints_of_several_ranks_for_the_same_batches_are_loaded(
+    parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that loads hints compares them by their batches only, and loads all of them without a notification."""
+    monkeypatch.setattr(dram_horizon, "_LEAST_PARTS", parts)
     table = tc.Table(4, tc.SGD(), mem="1MB", lookahead=8, ssd=tmp_path / "rows")
     pipeline = _Pipeline(table.backend, True, 1, 1 << 20)
     rng = np.random.default_rng(2)

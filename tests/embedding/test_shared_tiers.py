@@ -177,6 +177,28 @@ def test_frozen_tables_and_evaluation() -> None:
     require_equal(*worlds, *outputs)
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_bag_does_not_decide_whether_another_is_trained(frozen: int) -> None:
+    tiers = tc.Tiers(mem="4MB")
+    bags = [tc.EmbeddingBag(tiers.table(name, 4, tc.SGD(lr=0.1)), [name]).eval() for name in "ab"]
+    bags[frozen].requires_grad_(False)
+    batch = tc.Batch(np.arange(6, dtype=np.uint64), np.arange(7), 2, names=["a", "b"])
+    outputs = [bag(batch) for bag in bags]
+    assert [output.requires_grad for output in outputs] == [frozen != 0, frozen != 1]
+    with pytest.raises(RuntimeError, match="backward through rows read for evaluation"):
+        outputs[1 - frozen].sum().backward()
+
+
+def test_weights_that_were_changed_in_place_count() -> None:
+    tiers, weights = tc.Tiers(mem="4MB"), torch.ones(6)
+    first, second = (tc.EmbeddingBag(tiers.table(name, 4, tc.SGD(lr=0.1)), [name]).eval() for name in "ab")
+    batch = tc.Batch(np.arange(6, dtype=np.uint64), np.arange(7), 2, names=["a", "b"])
+    expected = [2 * bag(batch) for bag in (first, second)]
+    first(batch, weights)
+    weights.mul_(2)
+    assert all(torch.equal(bag(batch, weights), want) for bag, want in zip((first, second), expected, strict=True))
+
+
 def test_accumulated_gradients_and_second_passes() -> None:
     scenario, data = Scenario(9, tc.Adagrad(lr=0.1)), batches(4)
     outputs: list[Any] = [[], []]
@@ -238,6 +260,38 @@ def test_compiled_bags() -> None:
             vectors.square().sum().backward()
             world.step()
     require_equal(*worlds, *outputs)
+
+
+@pytest.mark.parametrize("used", ["abc", "bc", "c"])
+def test_compiled_bags_that_are_joined(used: str) -> None:
+    """An op of the graph may take what another has pooled: its gradient is not lost."""
+    rows = []
+    for compiled in (False, True):
+        tiers = tc.Tiers(mem="4MB")
+        tables = {name: tiers.table(name, 4, tc.Adagrad(lr=0.1)) for name in "abc"}
+        bags = torch.nn.ModuleDict({name: tc.EmbeddingBag(table, [name]) for name, table in tables.items()})
+        model: Any = _Squares(bags, used)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        rng = np.random.default_rng(5)
+        for _ in range(2):
+            ids = rng.integers(0, IDS, 3 * EXAMPLES, dtype=np.uint64)
+            run(tc.Batch(ids, np.arange(len(ids) + 1), 3, names=list("abc"))).backward()
+            tiers.step()
+        rows.append({name: table.read(np.arange(IDS)).tobytes() for name, table in tables.items()})
+        assert all((table.read_rows(np.arange(IDS))[1] > 0).any() == (n in used) for n, table in tables.items())
+    assert rows[0] == rows[1]
+
+
+class _Squares(torch.nn.Module):
+    """A loss that uses some of the bags that it calls."""
+
+    def __init__(self, bags: torch.nn.ModuleDict, used: str) -> None:
+        super().__init__()
+        self.bags, self.used = bags, used
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        outputs = {name: bag(batch) for name, bag in self.bags.items()}
+        return torch.cat([outputs[name] for name in self.used]).square().sum()
 
 
 def test_one_bag_per_table_is_one_input_and_one_gradient() -> None:
@@ -519,6 +573,16 @@ def test_a_folder_is_reopened_with_its_tables(tmp_path: Path) -> None:
         opened("a")
 
 
+def test_the_record_keeps_tables_that_another_object_has_added(tmp_path: Path) -> None:
+    both = [tc.Tiers(mem="4MB", ssd=tmp_path / "rows", table_options={"ssd_options": SMALL}) for _ in range(2)]
+    for tiers, name, dim in zip(both, "ab", (4, 8), strict=True):
+        tiers.table(name, dim, tc.SGD(lr=0.1))
+    for tiers in both:
+        assert len(tiers.row_tables) == 1
+        tiers.close()
+    assert json.loads((tmp_path / "rows" / "tables.json").read_text())["tables"].keys() == {"a", "b"}
+
+
 def test_a_store_of_a_single_table_is_refused(tmp_path: Path) -> None:
     tc.Table(4, tc.SGD(lr=0.1), name="a", ssd=tmp_path / "a", mem="1MB", ssd_options=SMALL).close()
     for folder in (tmp_path, tmp_path / "a"):
@@ -545,6 +609,32 @@ def test_tables_with_equal_prefixes_are_stored_apart(monkeypatch: pytest.MonkeyP
     first, second = (tiers.table(name, 4, tc.SGD(lr=0.1)) for name in "ab")
     assert first.storage is not second.storage
     assert second.storage.name == f"{first.storage.name}.2"
+
+
+def test_keys_of_a_table_that_is_not_declared_are_given_to_no_other(tmp_path: Path) -> None:
+    first, second = "t77", "t120"  # the prefixes of their keys are equal
+    for names in ([first], [second], [first, second]):
+        tiers = tc.Tiers(mem="4MB", ssd=tmp_path / "rows", table_options={"ssd_options": SMALL})
+        tables = {name: tiers.table(name, 4, tc.SGD(lr=0.1)) for name in names}
+        if names == [first]:
+            tables[first].load_rows([1, 2], torch.ones(2, 4))
+            tiers.commit()
+        assert {name: len(table) for name, table in tables.items()} == {n: 2 if n == first else 0 for n in names}
+        assert len({table.storage.name for table in tables.values()}) == len(names)
+        tiers.close()
+
+
+def test_a_new_table_with_another_rate_is_declared_after_those_of_the_folder(tmp_path: Path) -> None:
+    def opened(*declared: tuple[str, float]) -> None:
+        tiers = tc.Tiers(mem="4MB", ssd=tmp_path / "rows", table_options={"ssd_options": SMALL})
+        tables = [tiers.table(name, 4, tc.SGD(lr=rate)) for name, rate in declared]
+        assert len({table.storage.name for table in tables}) == len(declared)
+        tiers.close()
+
+    opened(("a", 0.1))
+    with pytest.raises(tc.FormatError, match=r"declare the tables of the folder before new ones"):
+        opened(("new", 0.3), ("a", 0.1))
+    opened(("a", 0.1), ("new", 0.3))
 
 
 def test_tables_stored_together_cannot_be_published(tmp_path: Path) -> None:
@@ -635,10 +725,13 @@ def test_refusals() -> None:
     for arguments, message in (
         (("x/y", 4, tc.SGD(lr=0.1)), "name is 'x/y'"),
         (("shared.x", 4, tc.SGD(lr=0.1)), "names that begin with 'shared.' are those of storages"),
+        (("tables.json", 4, tc.SGD(lr=0.1)), "the folder of tc.Tiers has a file of this name"),
         (("x", 0, tc.SGD(lr=0.1)), "dim is 0: it must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             tiers.table(*arguments)
+    with pytest.raises(ValueError, match=r"table_options has \['dim', 'admission'\]: pass these to tiers.table"):
+        tc.Tiers(mem="4MB", table_options={"admission": tc.Admission(count=2), "dim": 8})
     with pytest.raises(TypeError, match=r"optimizer is 0\.1"):
         tiers.table("x", 4, 0.1)  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="there is no table 'x': tables are"):

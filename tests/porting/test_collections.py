@@ -104,6 +104,24 @@ def test_any_init_fn_fills_the_rows() -> None:
         _ = large.tables
 
 
+def test_init_fn_fills_the_rows_of_each_table_once(tmp_path: Path) -> None:
+    def opened(names: str, first: float) -> dict[str, list[float]]:
+        configs = [config(n, init_fn=functools.partial(_fill, first + i)) for i, n in enumerate(names)]
+        ebc = bags(*configs, mem="4MB", ssd=tmp_path / "rows", table_options={"ssd_options": SMALL})
+        values = {name: np.unique(table.read_rows(np.arange(50))[0]).tolist() for name, table in ebc.tables.items()}
+        assert len(ebc.tiers.row_tables) == 1
+        ebc.tiers.commit()
+        ebc.tiers.close()
+        return values
+
+    assert opened("ab", 1) == {"a": [1], "b": [2]}
+    assert opened("abc", 5) == {"a": [1], "b": [2], "c": [7]}  # those of the folder, and a new table
+
+
+def _fill(value: float, weights: torch.Tensor) -> torch.Tensor:
+    return weights.fill_(value)
+
+
 def test_default_memory_holds_num_embeddings_rows() -> None:
     for size, dim in ((50, 4), (30_000, 1), (20_000, 64)):
         ebc = bags(config("t", num_embeddings=size, embedding_dim=dim))

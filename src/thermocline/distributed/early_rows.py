@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -69,7 +70,9 @@ class EarlyRows:
         self._groups = groups
         self._exchange = exchange
         self._local = local
-        self._coming: deque[weakref.ref[Any]] = deque()  # plans of a pipeline, in the order of their batches
+        self._lock = threading.Lock()
+        self._coming: deque[weakref.ref[Any]] = deque()
+        """Plans of a pipeline, in the order of their batches. Protected by `_lock`."""
         self._current: _Exchange | None = None
         self._version = 0
         self.rows_early = self.rows_late = self.discarded = 0
@@ -77,7 +80,8 @@ class EarlyRows:
 
     def add(self, plans: Iterable[Any]) -> None:
         """Append plans that a pipeline has loaded."""
-        self._coming.extend(weakref.ref(plan) for plan in plans)
+        with self._lock:
+            self._coming.extend([weakref.ref(plan) for plan in plans])
 
     def invalidate(self) -> None:
         """Declare that rows will be changed by anything but a step. Waits until none are being read."""
@@ -87,9 +91,10 @@ class EarlyRows:
 
     def take(self, plan: Any, step: int) -> Arrived | None:
         """Return the rows of a batch that have arrived; None: exchange all of them."""
-        if any(coming() is plan for coming in self._coming):
-            while self._coming.popleft()() is not plan:
-                pass
+        with self._lock:
+            if any(coming() is plan for coming in self._coming):
+                while self._coming.popleft()() is not plan:
+                    pass
         current, self._current = self._current, None
         if current is None:
             return None
@@ -108,7 +113,8 @@ class EarlyRows:
         opened   slots of the rows that this rank owns in each open batch
         step     `step_count` of the open batches
         """
-        plan = self._coming[0]() if self._coming else None
+        with self._lock:
+            plan = self._coming[0]() if self._coming else None
         pinned = plan is not None and plan.pins.acquire()
         ready = self._groups.train.all_gather(np.array([pinned], np.uint8), "preparing the next batch").all()
         if plan is None or not pinned:

@@ -339,12 +339,13 @@ class _Pipeline:
 
     def _run(self) -> None:
         while (local := self._next()) is not None:
-            before, position = self.passed_batches, local.position
+            before, position, loading = self.passed_batches, local.position, False
             # An error is raised again by the pull of the batch, unless the table was reopened meanwhile.
             with contextlib.suppress(ThermoclineError):
-                local.load(_PART)
+                loading = local.load(_PART)  # its last parts may still be loading: the position may be the same
             with self._lock:
-                if local.position == position and self.passed_batches == before and not self._closed:
+                idle = not loading and local.position == position
+                if idle and self.passed_batches == before and not self._closed:
                     self._changed.wait()  # no memory, or nothing to load
 
     def _next(self) -> KeyHorizon | None:

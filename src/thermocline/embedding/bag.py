@@ -114,10 +114,17 @@ class EmbeddingBag(torch.nn.Module):
         """Run the op of a graph."""
         return self._forward(batch, weights)
 
+    @property
+    def anchors(self) -> list[torch.Tensor]:
+        """The tensors of which an output may depend in its autograd graph, so that backward is called."""
+        pooled = self.table.storage.pooled
+        return [self._anchor] if pooled is None else [self._anchor, pooled.anchor]
+
     def _forward(self, batch: Batch, weights: torch.Tensor | None) -> torch.Tensor:
         table, training = self._begin(batch, weights)
         given = batch.learned_weights if weights is None else weights
-        mode = training, torch.is_grad_enabled(), table.step_count
+        version = None if given is None or given.is_inference() else given._version
+        mode = training, table.trains(self), torch.is_grad_enabled(), table.step_count, version
         if table.pooled is not None:
             part = table.pooled.take(batch, given, mode, self.specs[0])
             if part is not None:
@@ -126,6 +133,7 @@ class EmbeddingBag(torch.nn.Module):
         anchor = self._anchor if table.trains(self) else None
         whole = table.covering(plan, self.specs[0])
         if table.pooled is not None and whole is not None and whole.parts:
+            anchor = None if anchor is None else table.pooled.anchor
             parts = _PoolParts.apply(anchor, learned, table, batch, plan, whole, training)  # type: ignore[no-untyped-call]
             table.pooled.put(batch, given, mode, dict(zip(whole.parts, parts, strict=True)))
             return table.pooled.take(batch, given, mode, self.specs[0])  # type: ignore[return-value]

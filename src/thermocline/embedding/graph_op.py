@@ -32,7 +32,7 @@ class _Graph(NamedTuple):
     """The autograd graph of one forward pass: its output, and the inputs that require grad."""
 
     out: torch.Tensor
-    anchor: torch.Tensor
+    anchors: list[torch.Tensor]
     weights: torch.Tensor | None
 
 
@@ -108,7 +108,7 @@ def _forward(
         raise RuntimeError("torch recorded no gradients: import thermocline outside of torch.inference_mode()")
     number = np.array([next(_numbers)])
     if grad:
-        _graphs[int(number[0])] = _Graph(out, _modules[module]._anchor, leaf if weights_grad else None)
+        _graphs[int(number[0])] = _Graph(out, _modules[module].anchors, leaf if weights_grad else None)
         weakref.finalize(number, _graphs.pop, int(number[0]), None).atexit = False
     return out.detach().contiguous(), torch.from_numpy(number)  # the tensor's memory is that of `number`
 
@@ -139,11 +139,11 @@ def _backward(
     nothing = torch.zeros(()), torch.zeros(shape, dtype=dtype, device=device)
     if not graph.out.requires_grad:  # frozen, without weights that require grad
         return nothing
-    inputs = [graph.anchor] if graph.weights is None else [graph.anchor, graph.weights]
+    inputs = graph.anchors if graph.weights is None else [*graph.anchors, graph.weights]
     # A copy: the table keeps gradients until its step, but a graph reuses its memory.
     with torch._C._ForceDispatchKeyGuard(*_KEYS):
         found = torch.autograd.grad(graph.out, inputs, grad.clone(), retain_graph=True, allow_unused=True)
-    return nothing if graph.weights is None or found[1] is None else (nothing[0], found[1])
+    return nothing if graph.weights is None or found[-1] is None else (nothing[0], found[-1])
 
 
 @_backward.register_fake

@@ -143,6 +143,11 @@ class MemberTable:
             if own.any():
                 yield self.ids_of(keys[own]), rows[own]
 
+    def in_store(self, ids: Any) -> npt.NDArray[np.bool_]:
+        """Return which ids have a row in the SSD store; all False without one."""
+        keys, store = self._keys(ids), self.store
+        return np.zeros(len(keys), np.bool_) if store is None else store.get(keys)[0]
+
     def own_rows(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Return which of the keys in the tiers are of this table."""
         own: npt.NDArray[np.bool_] = keys >> np.uint64(ID_BITS) == self.member.prefix

@@ -111,6 +111,10 @@ class PooledParts:
     """Pooled vectors of the last batches, each part until its bag takes it. Used by the thread that trains."""
 
     def __init__(self) -> None:
+        import torch
+
+        self.anchor = torch.zeros((), requires_grad=True)
+        """Makes autograd call backward: see `EmbeddingBag`. One for all bags, as any may pool for the others."""
         self._kept: list[_Pooled] = []
 
     def put(self, batch: Batch, weights: torch.Tensor | None, mode: Any, parts: dict[BagSpec, torch.Tensor]) -> None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from thermocline.embedding.table_storages import KeyKind, TableStorages
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(schema.Tiers))
+_PER_TABLE = ("name", "dim", "optimizer", "seed", "initial", "precision", "statistics", "expiry", "admission")
+"""Arguments of `tc.Table` that `Tiers.table` has."""
 
 
 class Tiers(schema.Tiers):
@@ -49,9 +51,11 @@ class Tiers(schema.Tiers):
         hbm, mem, ssd_mem   bytes for all tables together: see `tc.Table`. Without `hbm` rows are trained in DRAM
         ssd                 folder of the stores, one per group of tables
         settings            the other fields of [tiers]
-        table_options       further arguments of `tc.Table`, for each group of tables
+        table_options       further arguments of `tc.Table`, for each group of tables; not those of `table`
         """
         super().__init__(**settings)
+        if declared := [name for name in _PER_TABLE if name in (table_options or {})]:
+            raise ValueError(f"table_options has {declared}: pass these to tiers.table(name, dim, optimizer, ...)")
         self._options = table_options
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -20,7 +20,7 @@ from thermocline.embedding.admission import Admission
 from thermocline.embedding.bag_registry import BagRegistry
 from thermocline.embedding.expiry import Expiry
 from thermocline.embedding.initializers import Initial, Uniform
-from thermocline.embedding.member_keys import Member, salt_of
+from thermocline.embedding.member_keys import ID_BITS, Member, salt_of
 from thermocline.embedding.member_table import MemberTable
 from thermocline.embedding.merged_bags import MergedBags
 from thermocline.embedding.merged_table import MergedTable
@@ -66,16 +66,20 @@ class TableStorage:
 
     def fits(self, spec: TableSpec) -> bool:
         """Return whether a table can be stored here too: equal learning rate, and keys of its own."""
-        other = self._salts.get(self._salt(spec) >> 48, spec.name)
+        other = self._salts.get(self._salt(spec.name) >> ID_BITS, spec.name)
         return self.spec.optimizer == spec.optimizer and other == spec.name
 
-    def _salt(self, spec: TableSpec) -> int:
-        return salt_of(spec.seed, table_id(spec.name), self.spec.table_id)
+    def reserve(self, name: str) -> None:
+        """Give the keys of a table of the folder to no other table, whether it is declared or not."""
+        self._salts[self._salt(name) >> ID_BITS] = name
+
+    def _salt(self, name: str) -> int:
+        return salt_of(self.spec.seed, table_id(name), self.spec.table_id)
 
     def add(self, spec: TableSpec, rows: int | None) -> MemberTable:
         """Declare a table."""
-        member = Member(spec.name, self._salt(spec) if self.merged else 0, spec.initial)
-        self._salts[member.prefix] = spec.name
+        member = Member(spec.name, self._salt(spec.name) if self.merged else 0, spec.initial)
+        self.reserve(spec.name)
         table = self.members[spec.name] = MemberTable(self, member, spec.dim, rows, self.merged)
         table.declared_layout = spec.layout
         return table
@@ -142,6 +146,8 @@ class TableStorages:
             raise ValueError(f"table {name!r} is declared twice: names of the tables of tc.Tiers must be unique")
         if name.startswith(_PREFIX):
             raise ValueError(f"name is {name!r}: names that begin with {_PREFIX!r} are those of storages")
+        if name == _RECORD:
+            raise ValueError(f"name is {name!r}: the folder of tc.Tiers has a file of this name")
         if self.is_open:
             raise ThermoclineError(
                 f"table {name!r}: the budgets were divided at the first use of {next(iter(self.tables), None)!r}: "
@@ -168,13 +174,17 @@ class TableStorages:
             if name not in self._storages:
                 merged = _with_name(spec, name)
                 self._storages[name] = TableStorage(self, merged, {}, merged=True)
+                for other, entry in (self._recorded or {}).items():
+                    if entry["storage"] == name:
+                        self._storages[name].reserve(other)
             storage = self._storages[name]
             if storage.fits(spec):
                 return storage
             if recorded:
                 raise FormatError(
                     f"table {spec.name!r} has {spec.optimizer}, but is stored in {self._tiers.ssd} with tables "
-                    f"{list(storage.members)}, which have {storage.spec.optimizer}: use one learning rate"
+                    f"{list(storage.members)}, which have {storage.spec.optimizer}: use one learning rate, or declare "
+                    "the tables of the folder before new ones"
                 )
             number += 1
 
@@ -236,7 +246,7 @@ class TableStorages:
         path = self._record_path
         if path is None:
             return
-        tables = dict(self._recorded or {})
+        tables = self._read_record()  # again: another tc.Tiers may have opened the folder meanwhile
         for storage in self._storages.values():
             for name, table in storage.members.items():
                 tables[name] = {"storage": storage.name, "layout": table.declared_layout}

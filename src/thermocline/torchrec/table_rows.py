@@ -84,7 +84,7 @@ class TableRows(torch.nn.Module):
     def fill(self) -> None:
         """Open the table, and load its initial rows if they are no function of the id."""
         rows, self._filled = self._filled, None
-        if rows is not None and self.table.version.history == "":  # not a store with trained rows
+        if rows is not None and not self.table.in_store([0]).any():  # else a folder with rows of this table
             self.table.load_rows(torch.arange(len(rows)), rows)
 
     def ready_bags(self) -> list[EmbeddingBag]:
