@@ -1,6 +1,6 @@
 """Converts a FuxiCTR experiment, model_config.yaml and dataset_config.yaml, to a config, and trains it.
 
-    python port_fuxictr.py [FOLDER] [EXPERIMENT]        # default: fuxictr DeepFM_shop
+    python port_fuxictr.py [FOLDER] [EXPERIMENT]        # default: fuxictr DeepFM_shop, on the data of make_data.py
 
 Needs PyYAML. A setting that has no counterpart raises; it is never dropped.
 """
