@@ -73,7 +73,7 @@ def convert(model: dict[str, Any], dataset: dict[str, Any], run_dir: str) -> tc.
         if key in MODEL_KEYS:
             sections["model"][MODEL_KEYS[key]] = value
         elif key in TRAIN_KEYS:
-            sections["train"][TRAIN_KEYS[key]] = value
+            sections["train"][TRAIN_KEYS[key]] = value.lower() if key == "optimizer" else value  # also "Adam"
         elif key in FIXED:
             if value not in FIXED[key]:
                 raise ValueError(f"{key} is {value!r}: it must be {FIXED[key][0]!r}")
