@@ -1,6 +1,6 @@
 """Converts a FuxiCTR experiment, model_config.yaml and dataset_config.yaml, to a config, and trains it.
 
-    python port_fuxictr.py [FOLDER] [EXPERIMENT]        # default: fuxictr DeepFM_shop
+    python port_fuxictr.py [FOLDER] [EXPERIMENT]        # default: fuxictr DeepFM_shop, on the data of make_data.py
 
 Needs PyYAML. A setting that has no counterpart raises; it is never dropped.
 """
@@ -73,7 +73,7 @@ def convert(model: dict[str, Any], dataset: dict[str, Any], run_dir: str) -> tc.
         if key in MODEL_KEYS:
             sections["model"][MODEL_KEYS[key]] = value
         elif key in TRAIN_KEYS:
-            sections["train"][TRAIN_KEYS[key]] = value
+            sections["train"][TRAIN_KEYS[key]] = value.lower() if key == "optimizer" else value  # also "Adam"
         elif key in FIXED:
             if value not in FIXED[key]:
                 raise ValueError(f"{key} is {value!r}: it must be {FIXED[key][0]!r}")

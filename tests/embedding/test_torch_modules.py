@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -191,6 +192,21 @@ def test_schedulers_of_torch_set_the_learning_rate_of_tables() -> None:
     again = tc.RowOptimizer(*tables)
     again.load_state_dict(optimizer.state_dict())
     assert [group["lr"] for group in again.param_groups] == [0.125, 0.0625]
+
+
+def test_checkpoints_restore_the_learning_rates_of_a_row_optimizer(tmp_path: Path) -> None:
+    for lr, saved in ((1.0, None), (0.25, {"last_epoch": 2})):
+        table = tc.Table(1, tc.SGD(lr=1.0), mem="1MB")
+        dense = torch.nn.Linear(1, 1)
+        optimizers = [torch.optim.SGD(dense.parameters(), lr=1.0), tc.RowOptimizer(table)]
+        checkpoints = tc.Checkpoints(tmp_path, [table], dense, optimizers)
+        checkpoint = checkpoints.restore()
+        assert (checkpoint and checkpoint.extra) == saved
+        assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [lr, lr]
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 0.25
+        checkpoints.save(1, extra={"last_epoch": 2})
+        table.close()
 
 
 def test_zero_grad_of_a_row_optimizer_drops_gradients_and_keeps_passes() -> None:

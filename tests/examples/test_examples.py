@@ -94,6 +94,7 @@ def test_fuxictr_settings_without_a_counterpart_are_refused() -> None:
     assert (config.model.name, config.model.hidden, config.train.clip_norm) == ("dnn", (8,), 10.0)
     assert (config.data.categorical, config.data.numeric) == (("user",), ("age",))
     assert not config.data.numeric_features.standardize
+    assert convert({**model, "optimizer": "Adam"}, dataset, "runs/x").train.optimizer == "adam"
     sequence = {"name": "tags", "type": "sequence", "splitter": "^"}
     for changed, message in [
         (({**model, "model": "MaskNet"}, dataset), "model is MaskNet"),

@@ -232,10 +232,12 @@ def test_command_serves_until_a_signal_and_refuses_an_open_port_without_a_token(
 def test_command_reports_usage_errors_with_exit_code_2(publication: Publication, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     served = str(publication.path)
     for arguments, text in [
         ([str(tmp_path / "folder")], "has no published version"),
         ([str(tmp_path / "missing")], "has no published version"),
+        ([str(tmp_path / "run")], f"it is the folder of a run: `thermocline export {tmp_path / 'run'} --out FOLDER`"),
         ([served, "--consumer", "a/b"], "consumer is 'a/b'"),
         ([served, "--port", "70000"], "--port is 70000"),
         ([served, "--token-file", str(tmp_path / "folder")], "--token-file"),

@@ -49,6 +49,7 @@ def member_keys(ids: Keys, salt: Any, subject: str) -> Keys:
         worst = ids[ids > LARGEST_ID][0]
         raise IndexError(
             f"{subject} has id {worst.astype(np.int64)}: ids of a table that is stored with others are 0 to "
-            f'2^{ID_BITS} - 1. Declare it with keys="hash" for keys of 64 bits, which then have a storage of their own'
+            f"2^{ID_BITS} - 1. For keys of 64 bits, such as the hashed values of tc.Reader and tc.Collate, declare the "
+            'table by tiers.table(..., keys="hash"): it then has a storage of its own'
         )
     return ids ^ np.uint64(salt)

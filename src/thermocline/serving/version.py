@@ -214,9 +214,11 @@ def read_current(publication: Path) -> Current:
     try:
         content = _read_json(path)
     except FileNotFoundError:
-        raise NotFoundError(
-            f"{publication} has no published version: `thermocline export RUN --out {publication}` makes one"
-        ) from None
+        if (publication / "checkpoints").is_dir():
+            remedy = f"it is the folder of a run: `thermocline export {publication} --out FOLDER` publishes its rows"
+        else:
+            remedy = f"`thermocline export RUN --out {publication}` makes one"
+        raise NotFoundError(f"{publication} has no published version: {remedy}") from None
     if content.pop("format", None) != FORMAT:
         raise FormatError(f"{path}: this version reads format {FORMAT}")
     try:
