@@ -21,6 +21,7 @@ from helpers.train import weights_of
 from rich.console import Console
 
 import thermocline as tc
+from thermocline import serving
 from thermocline.cli import commands
 from thermocline.data.open_data import open_data
 from thermocline.training.display import Display
@@ -125,6 +126,21 @@ def test_a_run_that_ended_by_silence_continues(tmp_path: Path, whole: bytes) -> 
     write(tmp_path / "in", 3)
     result, progress = train(tmp_path, resume=True)
     assert (result, progress.event_time) == (whole, 339)
+
+
+def test_versions_have_the_dense_model_although_the_files_were_deleted(tmp_path: Path) -> None:
+    def delete() -> None:
+        for path in (tmp_path / "in").glob("*.csv"):
+            path.unlink()
+
+    options = {"publish__folder": f"{tmp_path}/served", "publish__every_steps": 1000, "data__follow_idle": "1s"}
+    for number, step in ((1, 3), (2, 6)):  # the second run is resumed, and reads the format from the first
+        write(tmp_path / "in", number)
+        train(tmp_path, At(step, delete, waiting=True), resume=number > 1, **options)
+        version = serving.open(f"{tmp_path}/served").version
+        assert version.step == step
+        assert not any((tmp_path / "in").iterdir())
+        assert {file.name for file in version.files} == {"config.toml", "features.json", "dense.safetensors"}
 
 
 def test_the_end_by_steps(tmp_path: Path) -> None:
