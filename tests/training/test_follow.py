@@ -23,6 +23,7 @@ from rich.console import Console
 import thermocline as tc
 from thermocline import serving
 from thermocline.cli import commands
+from thermocline.data.follow import FollowReader
 from thermocline.data.open_data import open_data
 from thermocline.training.display import Display
 from thermocline.training.run import Run
@@ -141,6 +142,18 @@ def test_versions_have_the_dense_model_although_the_files_were_deleted(tmp_path:
         assert version.step == step
         assert not any((tmp_path / "in").iterdir())
         assert {file.name for file in version.files} == {"config.toml", "features.json", "dense.safetensors"}
+
+
+def test_a_position_of_ranks_is_refused_by_one_process(tmp_path: Path) -> None:
+    write(tmp_path / "in", 1)
+    data = tc.Config.parse(CONFIG.format(folder=tmp_path)).data
+    reader = FollowReader(data, batch_size=16)
+    position = next(iter(reader)).position
+    assert position is not None
+    ranks = {**position, "shards": 3, "within": None, "batches": 2}  # of a rank that read nothing of the file
+    with pytest.raises(tc.DataError, match="its shards is 3, but this reader's is None"):
+        reader.seek(ranks)
+    assert len(list(reader.seek(position))) == 2
 
 
 def test_the_end_by_steps(tmp_path: Path) -> None:
