@@ -82,7 +82,8 @@ def test_every_example_once_in_the_order_of_the_files_and_resumed_exactly(tmp_pa
     """The files appear while the run waits, or all before: the bits are the same."""
     sets = ["data.shuffle=true", f"train.run_dir={tmp_path}/run"]
     write(tmp_path, 0)
-    whole = run_ranks(THREE, train_rank, str(tmp_path), sets, False, None, 5)
+    # A wait of rank 0 begins while it still trains: a busy machine may take seconds until it writes the next file.
+    whole = run_ranks(THREE, train_rank, str(tmp_path), [*sets, "data.follow_idle=15s"], False, None, 5)
     per_rank = [result["batches"] for result in whole]
     assert len({len(batches) for batches in per_rank}) == 1
     steps = [[*itertools.chain(*batches)] for batches in zip(*per_rank, strict=True)]

@@ -229,6 +229,30 @@ def test_requests_are_bounded_by_their_size_after_conversion(monkeypatch: pytest
     text = pa.DictionaryArray.from_arrays(pa.array([0, None] * 30_000), pa.array(["x" * 100_000]))
     with pytest.raises(ValueError, match="3000000000 bytes of text"):
         size(text, {"c": "^"}, max_ids=scoring.MAX_IDS, max_text=scoring.MAX_TEXT)
+    # Entries that no row names, which conversion reads, too.
+    entries = views_of_one_text(100_000, 100)
+    with pytest.raises(ValueError, match="10000000 bytes of text in dictionaries or more: at most 1000"):
+        size(pa.DictionaryArray.from_arrays(pa.array([0]), entries), {"c": "^"}, max_ids=10**6)
+    with pytest.raises(ValueError, match="1000000 entries of dictionaries"):
+        size(pa.DictionaryArray.from_arrays(pa.array([0]), pa.nulls(10**6)), {})
+    # The length of a null is not checked by Arrow.
+    with pytest.raises(ValueError, match="1200 bytes of text"):
+        size(views_of_one_text(13, 100, null_length=-(2**31)), {})
+
+
+def views_of_one_text(count: int, length: int, null_length: int | None = None) -> Any:
+    """Return an Arrow array of views of the same text; the last one is null if it has a length of its own."""
+    views = np.zeros((count, 4), np.int32)
+    views[:, 0], views[:, 1] = length, int.from_bytes(b"xxxx", "little")
+    valid = None
+    if null_length is not None:
+        views[-1] = null_length, 0, 0, 0
+        bits = np.packbits(np.arange(count) < count - 1, bitorder="little")
+        valid = pa.py_buffer(bits.tobytes())
+    buffers = [valid, pa.py_buffer(views.tobytes()), pa.py_buffer(b"x" * length)]
+    array = pa.Array.from_buffers(pa.string_view(), count, buffers)
+    array.validate(full=True)
+    return array
 
 
 @pytest.mark.parametrize("run", ["parquet"], indirect=True)

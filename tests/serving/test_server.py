@@ -96,7 +96,9 @@ def test_bad_requests_are_errors_and_the_server_goes_on(server: LookupServer) ->
                 writer.done_writing()
                 reader.read_chunk()
             assert "Traceback" not in str(failure.value)  # a client of any language gets the message only
-        for ticket in (b"{", b'{"score": true}\n', b"{}\n1234567", b'{"missing": "x"}\n'):
+        without_line_feed, no_table = bytes(10**6), b'{"table": "%s"}\n' % (b"x" * 10**6)
+        tickets = (b"{", b'{"score": true}\n', b"{}\n1234567", b'{"missing": "x"}\n', b"[" * 10**5)
+        for ticket in (*tickets, without_line_feed, no_table):
             with pytest.raises(flight.FlightServerError) as failure:
                 raw.do_get(flight.Ticket(ticket)).read_chunk()
             assert "Traceback" not in str(failure.value)
@@ -106,7 +108,7 @@ def test_bad_requests_are_errors_and_the_server_goes_on(server: LookupServer) ->
             list(raw.do_action("y"))
         assert "Traceback" not in str(failure.value)
         text = client.action("metrics").decode()
-    assert "thermocline_lookup_errors_total 13.0" in text
+    assert "thermocline_lookup_errors_total 16.0" in text
     with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics") as page:
         assert "thermocline_version 1.0" in page.read().decode()
 

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.ranks import run_ranks
 from helpers.train import bits
 from rich.console import Console
 
 import thermocline as tc
+from thermocline.distributed.communicator import Groups
 from thermocline.training.display import Display
 from thermocline.training.state import Progress
 
@@ -121,6 +123,22 @@ def test_the_first_batch_is_limited_too() -> None:
     assert progress.event_time == 5060
     progress.advance_time(np.array([2**40, 5090]), None)
     assert progress.event_time == 2**40
+
+
+def watermarks(groups: Groups) -> list[int | None]:
+    """The first step has examples on ranks 0 and 1; the only one of rank 1 has a wrong time. Then none, then rank 2."""
+    table = tc.ShardedTable(4, tc.Adagrad(lr=0.1), mem="1MB", statistics=["last_time"], groups=groups)
+    table.max_time_jump = 60
+    rank, newest = groups.topology.rank, []
+    for times in (([5000, 5100], [2**40], []), ([], [], []), ([], [], [5070])):
+        time = np.array(times[rank], np.int64)
+        table.set_step_time([tc.Batch(KEYS[: len(time)], np.arange(len(time) + 1), 1, time=time)])
+        newest.append(table.backend.statistics.newest)
+    return newest
+
+
+def test_the_first_batch_of_all_ranks_is_limited_by_its_oldest_time() -> None:
+    assert run_ranks(((0, 1, 2),), watermarks) == [[5060, 5060, 5070]] * 3
 
 
 def test_the_limit_needs_event_times() -> None:

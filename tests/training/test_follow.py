@@ -21,7 +21,9 @@ from helpers.train import weights_of
 from rich.console import Console
 
 import thermocline as tc
+from thermocline import serving
 from thermocline.cli import commands
+from thermocline.data.follow import FollowReader
 from thermocline.data.open_data import open_data
 from thermocline.training.display import Display
 from thermocline.training.run import Run
@@ -125,6 +127,33 @@ def test_a_run_that_ended_by_silence_continues(tmp_path: Path, whole: bytes) -> 
     write(tmp_path / "in", 3)
     result, progress = train(tmp_path, resume=True)
     assert (result, progress.event_time) == (whole, 339)
+
+
+def test_versions_have_the_dense_model_although_the_files_were_deleted(tmp_path: Path) -> None:
+    def delete() -> None:
+        for path in (tmp_path / "in").glob("*.csv"):
+            path.unlink()
+
+    options = {"publish__folder": f"{tmp_path}/served", "publish__every_steps": 1000, "data__follow_idle": "1s"}
+    for number, step in ((1, 3), (2, 6)):  # the second run is resumed, and reads the format from the first
+        write(tmp_path / "in", number)
+        train(tmp_path, At(step, delete, waiting=True), resume=number > 1, **options)
+        version = serving.open(f"{tmp_path}/served").version
+        assert version.step == step
+        assert not any((tmp_path / "in").iterdir())
+        assert {file.name for file in version.files} == {"config.toml", "features.json", "dense.safetensors"}
+
+
+def test_a_position_of_ranks_is_refused_by_one_process(tmp_path: Path) -> None:
+    write(tmp_path / "in", 1)
+    data = tc.Config.parse(CONFIG.format(folder=tmp_path)).data
+    reader = FollowReader(data, batch_size=16)
+    position = next(iter(reader)).position
+    assert position is not None
+    ranks = {**position, "shards": 3, "within": None, "batches": 2}  # of a rank that read nothing of the file
+    with pytest.raises(tc.DataError, match="its shards is 3, but this reader's is None"):
+        reader.seek(ranks)
+    assert len(list(reader.seek(position))) == 2
 
 
 def test_the_end_by_steps(tmp_path: Path) -> None:

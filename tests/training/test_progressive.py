@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.ranks import run_ranks
 
 import thermocline as tc
+from thermocline.distributed.communicator import Groups
 from thermocline.training.run import Run
 
 CONFIG = """
@@ -116,3 +119,35 @@ def test_settings() -> None:
         tc.ConfigError, match=r"train\.progressive_time .* it must be left out unless data\.time is set"
     ):
         tc.Config(train=tc.Train(progressive_time="1h"))
+
+
+class Start(tc.Callback):
+    """Keeps the watermark with which a run begins."""
+
+    watermark: int | None = None
+
+    def on_start(self, trainer: tc.Trainer) -> None:
+        self.watermark = trainer.progress.event_time
+
+
+def fit_rank(groups: Groups, folder: str, steps: int) -> int | None:
+    os.environ |= {"RANK": str(groups.topology.rank), "WORLD_SIZE": str(groups.topology.world)}
+    files = json.dumps([f"{folder}/{number}.csv" for number in range(2)])
+    sets = [f"data.train={files}", f"train.steps={steps}", "train.progressive_steps=2"]
+    start = Start()
+    with Run(tc.Config.parse(CONFIG.format(folder=folder), sets), resume=steps > 2) as run:
+        run.fit(resume=steps > 2, callbacks=[start])
+    return start.watermark
+
+
+def test_the_watermark_is_that_of_all_ranks_and_stays_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """The ranks read examples of different times; rank 1 has the newest ones."""
+    for number in range(2):
+        lines = [f"{i % 2},{1000 * number + i},{i % 7},{i % 5}" for i in range(128)]
+        (tmp_path / f"{number}.csv").write_text("\n".join(["label,at,a,b", *lines, ""]))
+    run_ranks(((0, 1),), fit_rank, str(tmp_path), 2)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    times = [row["event_time"] for row in rows if row["event"] in ("progressive", "train") and "event_time" in row]
+    assert len(times) > 1
+    assert len(set(times)) == 1, "metrics of one step have different watermarks"
+    assert run_ranks(((0,),), fit_rank, str(tmp_path), 3) == times[:1]

@@ -42,18 +42,25 @@ class Features:
     """Names of the dense features, in order."""
     statistics: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     """Mean and standard deviation of each standardized numeric column."""
+    format: str | None = dataclasses.field(default=None, compare=False)
+    """Format of the files, which may be gone later; None: not known."""
 
     def to_json(self) -> dict[str, Any]:
+        """Return what identifies the data."""
         return {
             "fields": list(self.fields),
             "dense": list(self.dense),
             "statistics": {name: list(pair) for name, pair in self.statistics.items()},
         }
 
+    def saved(self) -> dict[str, Any]:
+        """Return the content of the features.json of a run."""
+        return {**self.to_json(), "format": self.format}
+
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
         pairs = {name: (float(mean), float(deviation)) for name, (mean, deviation) in value["statistics"].items()}
-        return cls(tuple(value["fields"]), tuple(value["dense"]), pairs)
+        return cls(tuple(value["fields"]), tuple(value["dense"]), pairs, value.get("format"))
 
     @classmethod
     def load(cls, path: Path) -> Self:

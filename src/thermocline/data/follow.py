@@ -164,7 +164,8 @@ class FollowReader(FeatureCounts):
 
     def seek(self, position: Mapping[str, Any]) -> Self:
         """Start the next iteration after the batch with this `position`."""
-        for name, expected in self._identity.items():
+        for name in (*self._identity, "shards"):  # also of ranks, in one process
+            expected = self._identity.get(name)
             actual = position.get(name) if isinstance(position, Mapping) else position
             if actual != expected:
                 raise DataError(

@@ -18,12 +18,20 @@ def require_size(table: Any, separators: Mapping[str, str], *, max_ids: int, max
     separators  of columns whose text has several ids
     Allocates in proportion to the number of rows and to the bytes of the table.
     """
-    ids = text = 0
+    import pyarrow.types as pt
+
+    ids = text = entries = entry_text = 0
     for name, column in zip(table.schema.names, table.columns, strict=True):
         for array in column.chunks:
             ids += _list_ids(array)
             _require(ids, max_ids, "ids")
             values = array.flatten() if is_list(array.type) else array
+            if pt.is_dictionary(values.type):  # conversion reads all its entries, also those that no row names
+                entries += len(values.dictionary)
+                _require(entries, max_ids, "entries of dictionaries")
+                lengths = _text_lengths(values.dictionary)
+                entry_text += 0 if lengths is None else int(lengths.sum())
+                _require(entry_text, max_text, "bytes of text in dictionaries")
             lengths = _text_lengths(values)
             text += 0 if lengths is None else int(lengths.sum())
             _require(text, max_text, "bytes of text")
@@ -55,7 +63,9 @@ def _text_lengths(array: Any) -> Offsets | None:
         return None
     if "view" in str(array.type):  # 16 bytes per value, of which the first four are the length
         views = np.frombuffer(array.buffers()[1] or b"", np.int32).reshape(-1, 4)
-        return views[array.offset : array.offset + len(array), 0].astype(np.int64)
+        lengths = views[array.offset : array.offset + len(array), 0].astype(np.int64)
+        valid = array.is_valid().to_numpy(zero_copy_only=False)  # the view of a null may have any length
+        return np.where(valid, lengths, 0)
     values = pc.binary_length(array).cast("int64").fill_null(0)
     return np.asarray(values.to_numpy(zero_copy_only=False))
 

@@ -171,10 +171,8 @@ def limited_time(times: Offsets, watermark: int | None, max_jump: int | None) ->
     return min(newest, (int(times.min()) if watermark is None else watermark) + max_jump)
 
 
-def newest_time(
-    table: str, batches: Sequence[Batch], watermark: int | None = None, max_jump: int | None = None
-) -> int | None:
-    """Return the newest event time of batches, see `limited_time`; None: they have no example."""
+def time_range(table: str, batches: Sequence[Batch]) -> Offsets:
+    """Return the oldest and the newest event time of batches; none if they have no example."""
     batches = [batch for batch in batches if batch.examples]
     for batch in batches:
         if batch.time is None:
@@ -183,7 +181,7 @@ def newest_time(
                 "seconds of each example (data.time in a config), or leave last_time out of statistics"
             )
     times = [batch.time for batch in batches if batch.time is not None]
-    return limited_time(np.concatenate(times), watermark, max_jump) if times else None
+    return np.array([min(t.min() for t in times), max(t.max() for t in times)] if times else [], np.int64)
 
 
 def example_click_units(table: str, gradients: Sequence[Gradient]) -> Offsets:

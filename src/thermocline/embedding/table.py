@@ -33,7 +33,7 @@ from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.pending import PendingBatches
 from thermocline.embedding.precision import Kind, Precision
 from thermocline.embedding.row_arguments import rows_to_load
-from thermocline.embedding.row_statistics import RowStatistics, Statistic, StatisticsState, newest_time
+from thermocline.embedding.row_statistics import RowStatistics, Statistic, StatisticsState, limited_time, time_range
 from thermocline.embedding.table_spec import LookAheadLimits, OnDamage, Policy, TableSpec
 from thermocline.errors import (
     BudgetError,
@@ -537,12 +537,13 @@ class Table(OpenTable):
         while it is recorded. Collective over ranks."""
         if "last_time" not in self.spec.statistics:
             return
-        time = newest_time(self.name, batches, self.backend.statistics.newest, self.max_time_jump)
+        times = time_range(self.name, batches)
         if self.groups is not None:
-            none = np.iinfo(np.int64).min
-            newest = int(self.groups.train.all_gather(np.array([none if time is None else time]), "event time").max())
-            time = None if newest == none else newest
-        self.backend.statistics.set_time(time)
+            own = times if len(times) else np.array([1, 0])  # no example: a range that is empty
+            ranges = self.groups.train.all_gather(own, "event time")
+            times = ranges[ranges[:, 0] <= ranges[:, 1]].ravel()
+        statistics = self.backend.statistics
+        statistics.set_time(limited_time(times, statistics.newest, self.max_time_jump) if len(times) else None)
 
     def expire_after_step(self) -> None:
         """Run the part of an expiry that follows step `step_count`. `step` does so, except while it is recorded."""

@@ -34,6 +34,8 @@ MAX_KEYS = 1 << 20
 """Keys of one record batch: bounds the memory of a request."""
 MAX_EXAMPLES = 1 << 16
 """Examples of one record batch to score."""
+_MAX_SHOWN, _MAX_ERROR_TEXT = 200, 2000
+"""Bytes of a command in an error, and characters of an error: gRPC drops an answer whose error has more than 16 KB."""
 
 
 class Score(Protocol):
@@ -210,7 +212,8 @@ def _client_errors() -> Iterator[None]:
     except flight.FlightError:
         raise
     except (KeyError, ValueError, ThermoclineError, pa.ArrowException) as error:
-        raise flight.FlightServerError(str(error.args[0]) if error.args else type(error).__name__) from None
+        text = str(error.args[0]) if error.args else type(error).__name__
+        raise flight.FlightServerError(text[:_MAX_ERROR_TEXT]) from None
     except Exception as error:
         traceback.print_exc()
         raise flight.FlightInternalError(f"{type(error).__name__} in the server: its log has the traceback") from None
@@ -231,8 +234,9 @@ class _Command:
             valid = command.table is None or isinstance(command.table, str)
             if not valid or command.missing not in ("initial", "zero", "error") or not isinstance(command.score, bool):
                 raise ValueError("it must have table (text), missing (initial, zero or error) and score (bool) only")
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"command {text!r}: {error}") from None
+        except (ValueError, TypeError, RecursionError) as error:
+            shown = repr((text or b"")[:_MAX_SHOWN]) + ("..." if len(text or b"") > _MAX_SHOWN else "")
+            raise ValueError(f"command {shown}: {error}") from None
         return command
 
 

@@ -68,8 +68,8 @@ class ProgressiveValidation:
         """Return the figures of the window over all ranks, and begin the next one."""
         assert self.metrics is not None
         row: Row = {**self._ranks.joined(self.metrics).compute(), "first_step": self._first_step}
-        if progress.event_time is not None:
-            row["event_time"] = progress.event_time
+        if (latest := self._ranks.latest(progress.event_time)) is not None:
+            row["event_time"] = latest
         self.metrics.reset()
         self._first_step = progress.step + 1
         if self._seconds is not None and progress.event_time is not None:

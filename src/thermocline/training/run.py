@@ -26,7 +26,7 @@ from thermocline.config.rank_rules import rank_settings
 from thermocline.config.schema import Config, OptimizerName, Tiers
 from thermocline.data.features import Features
 from thermocline.data.follow import FileAgreement
-from thermocline.data.open_data import check_paths, has_split, open_data, require_local
+from thermocline.data.open_data import check_paths, has_split, open_data, require_local, training_format
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.launch import join_ranks, machine_world, world_size
 from thermocline.embedding.initializers import Normal
@@ -281,6 +281,8 @@ class Run:
         check_paths(data, ["train", "valid", "test"])
         train = self.loader("train")
         self.features = getattr(train, "features", None)
+        if self.features is not None and self.features.format is None:
+            self.features = dataclasses.replace(self.features, format=training_format(data))
         held_out: tuple[Split, ...] = ("valid", "test")
         for split in held_out:
             if split not in self._recorded:
@@ -485,4 +487,4 @@ class _RunFiles(Callback):
         atomic_file.make_folder(run_dir)
         atomic_file.atomic_write(run_dir / "config.toml", self._config.with_absolute_ssd().to_toml().encode())
         if self._features is not None:
-            atomic_file.atomic_write(run_dir / "features.json", json.dumps(self._features.to_json()).encode())
+            atomic_file.atomic_write(run_dir / "features.json", json.dumps(self._features.saved()).encode())

@@ -85,7 +85,7 @@ def _read(path: str) -> dict[str, Any]:
         "has_begun": not run and any((folder / "checkpoints").glob("[0-9]*.json")),
         "saved_by_ranks": saved_by_ranks(path),
         "config": read_limited(config, MAX_TEXT_BYTES).decode(errors="replace") if config.exists() else None,
-        "features": Features.load(features).to_json() if run and features.exists() else None,
+        "features": Features.load(features).saved() if run and features.exists() else None,
     }
 
 

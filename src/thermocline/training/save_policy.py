@@ -16,6 +16,7 @@ from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.embedding.table import Table
 from thermocline.errors import ThermoclineError
 from thermocline.training.rank_coordinator import SAVE, RankCoordinator
+from thermocline.training.run_restore import watermark_of
 from thermocline.training.state import Progress
 from thermocline.training.throughput import ThroughputMeter
 
@@ -94,6 +95,7 @@ class SavePolicy:
             progress.batch, metrics, progressive = 0, None, None
             examples = sum(extra["trainer"]["examples"] for extra in checkpoint.extras)
             progress.examples = examples if self._ranks.is_rank0 else 0
+            progress.event_time = watermark_of(checkpoint)
         self.saved = dataclasses.replace(progress)
         return progress, metrics, progressive
 

@@ -57,8 +57,10 @@ def scoring_files(run: Run) -> dict[str, bytes]:
     import safetensors.torch
 
     config = run.config
-    format = training_format(config.data)
-    if format not in get_args(ColumnFormat) or run.features is None:
+    if run.features is None:
+        return {}
+    format: Any = run.features.format or training_format(config.data)  # files of a stream may be deleted by now
+    if format not in get_args(ColumnFormat):
         return {}
     data = dataclasses.replace(config.data, format=format, train=(), valid=(), test=())
     published = dataclasses.replace(
