@@ -112,30 +112,30 @@ PUBLISHING = [
     PythonMutant(
         "a delta may follow a version that was rolled back to",
         "serving/publication.py",
-        "        if read_current(self.path).rolled_back:\n",
+        "        if self._read_pointer().rolled_back:\n",
         "        if False:\n",
         _PUBLICATION,
     ),
     PythonMutant(
         "a version that never became current stays",
         "serving/publication.py",
-        "                    if number > current.number:\n",
-        "                    if number > current.number + 1:\n",
+        "[number for number in folders if number > current.number]:\n",
+        "[number for number in folders if number > current.number + 1]:\n",
         _PUBLICATION,
     ),
     PythonMutant(
         "a reader skips a delta",
         "serving/snapshot.py",
-        "        chain.append((version, folders[at]))\n",
-        "        if len(chain) != 1 or version.previous is None:\n            chain.append((version, folders[at]))\n",
+        "        chain.append((version, folder))\n",
+        "        if len(chain) != 1 or version.previous is None:\n            chain.append((version, folder))\n",
         _PUBLICATION,
     ),
     PythonMutant(
         "the version becomes current before it is complete",
         "serving/publication.py",
-        "            atomic_file.atomic_write(temporary / MANIFEST, version.to_json())\n",
+        "            _write_durably(temporary / MANIFEST, version.to_json())\n",
         "            self._set_current(Current(publication, version.number, rolled_back=False))\n"
-        "            atomic_file.atomic_write(temporary / MANIFEST, version.to_json())\n",
+        "            _write_durably(temporary / MANIFEST, version.to_json())\n",
         _PUBLICATION,
     ),
 ]
@@ -171,8 +171,8 @@ ADMISSION = [
     PythonMutant(
         "batches that were planned before a deletion keep their decision",
         "embedding/admission_backend.py",
-        "                if not _same(refused, decision.refused):\n",
-        "                if False:\n",
+        "        if not _same(refused, decision.refused):\n",
+        "        if False:\n",
         _DELETED,
     ),
 ]

@@ -258,8 +258,8 @@ MUTANTS = [
     Mutant(
         "a part that did not fit is not visited again",
         "dram/horizon.cc",
-        "    put_back();\n    throw;\n",
-        "    part_.clear();\n    throw;\n",
+        "    put_back(part);\n    throw;\n",
+        "    std::lock_guard sweep(sweep_mutex_);\n    end_part(part);\n    throw;\n",
     ),
     Mutant(
         "a repeated key is not found on its page again",
