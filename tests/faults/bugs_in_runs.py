@@ -192,6 +192,13 @@ LOOK_AHEAD = [
         _LOOKAHEAD,
     ),
     PythonMutant(
+        "ids of frozen bags stay counted after their batch",
+        "pipeline/lookahead.py",
+        "            self._frozen.pop().release()\n",
+        "            self._frozen.pop()\n",
+        _LOOKAHEAD,
+    ),
+    PythonMutant(
         "the memory of batches ahead is not counted",
         "pipeline/lookahead.py",
         '        self.bytes = sum(int(getattr(array, "nbytes", 0)) for array in arrays)\n',

@@ -238,6 +238,12 @@ MUTANTS = [
         "      --e.uses;\n",
     ),
     Mutant(
+        "a batch of the look-ahead that is freed keeps its rows",
+        "dram/horizon.h",
+        "  ~HorizonBatch() { release(); }\n",
+        "",
+    ),
+    Mutant(
         "a batch added during a visit counts as loaded by it",
         "dram/horizon.cc",
         "  batch->loaded_at_ = gathered_ + count_;\n",
