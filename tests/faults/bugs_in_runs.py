@@ -17,9 +17,9 @@ _ADMITTED = "tests/exact/test_admission_exact.py"
 _DELETED = f"{_ADMITTED}::test_keys_count_from_0_after_their_rows_were_deleted_whatever_was_planned"
 _LOOKAHEAD = "tests/pipeline/test_lookahead.py"
 _EXCHANGE = "tests/distributed/test_row_exchange.py"
-_RESTARTS = "tests/distributed/test_restarts.py::test_resharding"
+_OVERLAP = "tests/distributed/test_eval_ranks.py::test_overlapping_ranks_are_those_that_own_common_keys"
 _AGREEMENT = "tests/distributed/test_rank_agreement.py"
-_DENSE = "tests/distributed/test_dense_sync.py"
+_BETWEEN_NODES = "tests/distributed/test_periodic_averaging.py::test_averaging_between_nodes_equals_the_simulation"
 _STATES = "tests/distributed/test_dense_state.py"
 
 CHECKPOINTS = [
@@ -226,7 +226,7 @@ RANKS = [
         "distributed/key_sharding.py",
         "(last * saved_world >> 16) + 1)",
         "max(last * saved_world >> 16, (first * saved_world >> 16) + 1))",
-        _RESTARTS,
+        _OVERLAP,
     ),
     PythonMutant(
         "ranks with other settings train on",
@@ -247,7 +247,7 @@ RANKS = [
         "distributed/hierarchical_allreduce.py",
         "            buffer *= 1 / len(node)\n",
         "",
-        _DENSE,
+        _BETWEEN_NODES,
     ),
 ]
 BUGS = [*CHECKPOINTS, *PUBLISHING, *ADMISSION, *LOOK_AHEAD, *RANKS]
