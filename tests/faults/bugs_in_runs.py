@@ -17,9 +17,9 @@ _ADMITTED = "tests/exact/test_admission_exact.py"
 _DELETED = f"{_ADMITTED}::test_keys_count_from_0_after_their_rows_were_deleted_whatever_was_planned"
 _LOOKAHEAD = "tests/pipeline/test_lookahead.py"
 _EXCHANGE = "tests/distributed/test_row_exchange.py"
-_RESTARTS = "tests/distributed/test_restarts.py::test_resharding"
+_OVERLAP = "tests/distributed/test_eval_ranks.py::test_overlapping_ranks_are_those_that_own_common_keys"
 _AGREEMENT = "tests/distributed/test_rank_agreement.py"
-_DENSE = "tests/distributed/test_dense_sync.py"
+_BETWEEN_NODES = "tests/distributed/test_periodic_averaging.py::test_averaging_between_nodes_equals_the_simulation"
 _STATES = "tests/distributed/test_dense_state.py"
 
 CHECKPOINTS = [
@@ -112,30 +112,30 @@ PUBLISHING = [
     PythonMutant(
         "a delta may follow a version that was rolled back to",
         "serving/publication.py",
-        "        if read_current(self.path).rolled_back:\n",
+        "        if self._read_pointer().rolled_back:\n",
         "        if False:\n",
         _PUBLICATION,
     ),
     PythonMutant(
         "a version that never became current stays",
         "serving/publication.py",
-        "                    if number > current.number:\n",
-        "                    if number > current.number + 1:\n",
+        "[number for number in folders if number > current.number]:\n",
+        "[number for number in folders if number > current.number + 1]:\n",
         _PUBLICATION,
     ),
     PythonMutant(
         "a reader skips a delta",
         "serving/snapshot.py",
-        "        chain.append((version, folders[at]))\n",
-        "        if len(chain) != 1 or version.previous is None:\n            chain.append((version, folders[at]))\n",
+        "        chain.append((version, folder))\n",
+        "        if len(chain) != 1 or version.previous is None:\n            chain.append((version, folder))\n",
         _PUBLICATION,
     ),
     PythonMutant(
         "the version becomes current before it is complete",
         "serving/publication.py",
-        "            atomic_file.atomic_write(temporary / MANIFEST, version.to_json())\n",
+        "            _write_durably(temporary / MANIFEST, version.to_json())\n",
         "            self._set_current(Current(publication, version.number, rolled_back=False))\n"
-        "            atomic_file.atomic_write(temporary / MANIFEST, version.to_json())\n",
+        "            _write_durably(temporary / MANIFEST, version.to_json())\n",
         _PUBLICATION,
     ),
 ]
@@ -171,8 +171,8 @@ ADMISSION = [
     PythonMutant(
         "batches that were planned before a deletion keep their decision",
         "embedding/admission_backend.py",
-        "                if not _same(refused, decision.refused):\n",
-        "                if False:\n",
+        "        if not _same(refused, decision.refused):\n",
+        "        if False:\n",
         _DELETED,
     ),
 ]
@@ -189,6 +189,13 @@ LOOK_AHEAD = [
         "pipeline/lookahead.py",
         "        return max((ahead.to_visit for ahead in (*self._ahead.values(), *self._frozen)), default=0.0)\n",
         "        return 0.0\n",
+        _LOOKAHEAD,
+    ),
+    PythonMutant(
+        "ids of frozen bags stay counted after their batch",
+        "pipeline/lookahead.py",
+        "            self._frozen.pop().release()\n",
+        "            self._frozen.pop()\n",
         _LOOKAHEAD,
     ),
     PythonMutant(
@@ -219,7 +226,7 @@ RANKS = [
         "distributed/key_sharding.py",
         "(last * saved_world >> 16) + 1)",
         "max(last * saved_world >> 16, (first * saved_world >> 16) + 1))",
-        _RESTARTS,
+        _OVERLAP,
     ),
     PythonMutant(
         "ranks with other settings train on",
@@ -240,7 +247,7 @@ RANKS = [
         "distributed/hierarchical_allreduce.py",
         "            buffer *= 1 / len(node)\n",
         "",
-        _DENSE,
+        _BETWEEN_NODES,
     ),
 ]
 BUGS = [*CHECKPOINTS, *PUBLISHING, *ADMISSION, *LOOK_AHEAD, *RANKS]

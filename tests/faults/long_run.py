@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import subprocess
@@ -60,10 +61,18 @@ def python_units() -> list[Unit]:
     return [Unit(f"py {name}", (*command, name), (("THERMOCLINE_LONG", "1"),)) for name in names]
 
 
+def planted_bugs(script: str) -> list[Any]:
+    """Return the list of mutants.py or mutants_python.py."""
+    folder = str(Path(__file__).parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    mutants: list[Any] = importlib.import_module(script).MUTANTS
+    return mutants
+
+
 def mutant_units(script: str) -> list[Unit]:
     """Return units of several planted bugs each: their builds share a folder."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    names = [mutant.name for mutant in __import__(script).MUTANTS]
+    names = [mutant.name for mutant in planted_bugs(script)]
     program = str(Path(__file__).with_name(f"{script}.py"))
     parts = [names[at : at + BUGS_PER_UNIT] for at in range(0, len(names), BUGS_PER_UNIT)]
     return [Unit(f"{script} {part[0]} ...", (sys.executable, program, *part)) for part in parts]

@@ -238,6 +238,12 @@ MUTANTS = [
         "      --e.uses;\n",
     ),
     Mutant(
+        "a batch of the look-ahead that is freed keeps its rows",
+        "dram/horizon.h",
+        "  ~HorizonBatch() { release(); }\n",
+        "",
+    ),
+    Mutant(
         "a batch added during a visit counts as loaded by it",
         "dram/horizon.cc",
         "  batch->loaded_at_ = gathered_ + count_;\n",
@@ -258,8 +264,8 @@ MUTANTS = [
     Mutant(
         "a part that did not fit is not visited again",
         "dram/horizon.cc",
-        "    put_back();\n    throw;\n",
-        "    part_.clear();\n    throw;\n",
+        "    put_back(part);\n    throw;\n",
+        "    std::lock_guard sweep(sweep_mutex_);\n    end_part(part);\n    throw;\n",
     ),
     Mutant(
         "a repeated key is not found on its page again",

@@ -81,7 +81,7 @@ MUTANTS = [
     PythonMutant(
         "recorded planning assumes that no slot is missing",
         "tiers/plan_graph.py",
-        "        evict = self.shape.keys > self._tier.capacity - used\n",
+        "        evict = self._keys > self._tier.capacity - used\n",
         "        evict = False\n",
         PLANS,
     ),

