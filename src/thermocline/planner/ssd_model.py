@@ -26,12 +26,8 @@ _MAX_BRIDGED_PAGES = 15
 """Largest gap that the SSD store reads instead of issuing another request, in pages."""
 _SCRATCH_ID_BYTES = 57
 """Per id of one batch: working memory of its deduplication (25), and restored ids of four batches."""
-_PART_KEY_BYTES = 37
-"""Per key of a part of the sweep that is being loaded."""
-_SEVERAL_PARTS = 4 << 20
-"""Bytes of a look-ahead from which on three parts exist at once: its tier has 64 MB or more."""
-_PART_KEYS, _PART_SHARE = 1 << 18, 16
-"""Most keys of a part: this number, and this share of the rows that fit into DRAM."""
+_PARTS_SHARE = 1 / 16
+"""Largest share of the look-ahead's bytes for the parts of the sweep that are being loaded."""
 _AHEAD_KEY_BYTES = 36
 """Per unique key of the look-ahead: key, slot, uses, hash table, growth of the arrays."""
 _SWEEP_SHARE = 3 / 4
@@ -114,8 +110,7 @@ def plan_lookahead(work: Workload, cluster: Cluster, disk: Disk) -> LookAheadPla
         return None
     unique = work.key_distribution.unique_keys
     scratch = _SCRATCH_ID_BYTES * work.batch * work.key_distribution.ids_per_example
-    parts = 3 if limits.bytes >= _SEVERAL_PARTS else 1
-    scratch += parts * min(_PART_KEYS, cluster.mem_rows // _PART_SHARE) * _PART_KEY_BYTES
+    scratch += _PARTS_SHARE * limits.bytes
 
     def bytes_of(batches: float) -> float:
         # A rank has the keys that it owns of all ranks' batches.

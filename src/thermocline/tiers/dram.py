@@ -120,6 +120,7 @@ class DramTier:
         "hints",
         "learned",
         "precision",
+        "reserved",
         "seed",
         "table",
     )
@@ -184,6 +185,8 @@ class DramTier:
         self._policy = policy
         self._store = store
         self._threads = threads or cores()
+        self.reserved = reserved
+        """Bytes of the budget for batches in flight."""
         self._core = core.DramTier(
             dim=dim,
             optimizer=optimizer.code,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 import weakref
 from collections import deque
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,9 @@ order, so their size does not change what is read."""
 _LEAST_PARTS = 1
 """Parts that are loaded at once, also in a small tier. With two, one reads the store while the rows of the other are
 pinned, evicted or published."""
+_PARTS_SHARE = 1 / 16
+"""Largest share of the look-ahead's bytes for the parts that are being loaded."""
+_LEAST_KEYS = 16
 _ROWS_SHARE = 3 / 4
 """Share of the tier that the rows of a horizon may fill."""
 _PINNED_SHARE = 7 / 8
@@ -40,23 +44,31 @@ _READ_COST, _PAGE_COST = 10.0, 2.0
 """Microseconds of a request and of a page in it, until the store has measured its device."""
 
 
-class _Load(NamedTuple):
-    """A part that is being loaded."""
+class _Load(threading.Thread):
+    """Loads a part of the sweep, when `running` has room."""
 
-    keys: int
-    done: Future[None]
+    def __init__(self, keys: int, load: Callable[[], None], running: threading.Semaphore) -> None:
+        super().__init__(name="thermocline-load-ahead", daemon=True)
+        self.keys = keys
+        self.error: BaseException | None = None
+        self._load, self._running = load, running
 
-
-_THREADS = "thermocline-load-ahead"
-
-
-def _join_all(threads: ThreadPoolExecutor) -> None:
-    """Wait until all threads have ended. Ctrl-C meanwhile is raised afterwards."""
-    interrupt: KeyboardInterrupt | None = None
-    while True:
+    def run(self) -> None:
         try:
-            threads.shutdown()
-            break
+            with self._running:
+                self._load()
+        except BaseException as error:
+            self.error = error
+        finally:
+            del self._load
+
+
+def _join_all(threads: Sequence[threading.Thread]) -> None:
+    """Wait until all threads that were started have ended. Ctrl-C meanwhile is raised afterwards."""
+    interrupt: KeyboardInterrupt | None = None
+    while alive := [thread for thread in threads if thread.is_alive()]:
+        try:
+            alive[0].join()
         except KeyboardInterrupt as error:
             interrupt = error
     if interrupt is not None:
@@ -125,12 +137,14 @@ class DramHorizon:
         self._late_before = self.late_rows
         self._dedup = training and above is None
         self._sweeping = threading.Lock()  # held by `load`: over ranks two threads call it
+        self._loading = threading.Lock()  # held while a part is loaded, in a tier that loads one at a time
         self._lock = threading.Lock()  # protects `_loads` and `_dropped`
         self._loads: deque[_Load] = deque()
         self._parts = max(_LEAST_PARTS, dram.core.calls_at_once // 2)
         self._behind = self._parts if self._parts > 1 else 0  # parts that may be loading when `load` returns
-        self._part = max(1, min(_PART_KEYS, dram.capacity // 16))
-        self._threads = ThreadPoolExecutor(self._parts, thread_name_prefix=_THREADS)
+        most_keys = int(_PARTS_SHARE * dram.reserved) // ((self._behind + 1) * core.Horizon.PART_BYTES)
+        self._part = max(_LEAST_KEYS, min(_PART_KEYS, dram.capacity // 16, most_keys))
+        self._running = threading.Semaphore(self._parts)
         self._most_ids = 0  # of a batch
         self._dropped = False
         hints, number = dram.hints, id(self)
@@ -176,10 +190,17 @@ class DramHorizon:
                 f"look-ahead: {self._dram.pinned} rows of {self._dram.capacity} are pinned: "
                 "rows are loaded as others are released"
             )
+        load = functools.partial(self._load_part, part, skip)
+        if not self._behind:
+            with self._loading:
+                load()
+            return not self._dropped
         with self._lock:
             if self._dropped:
                 return False
-            self._loads.append(_Load(len(part), self._threads.submit(self._load_part, part, skip)))
+            thread = _Load(len(part), load, self._running)
+            self._loads.append(thread)
+            thread.start()
         return True
 
     def _load_part(self, part: core.HorizonPart, skip: npt.NDArray[np.uint8] | None) -> None:
@@ -195,34 +216,28 @@ class DramHorizon:
         ended = False
         while True:
             with self._lock:
-                over = [load for load in self._loads if load.done.done()]
+                over = [load for load in self._loads if not load.is_alive()]
                 for load in over:
                     self._loads.remove(load)
-                left = [load.done for load in self._loads]
+                left = list(self._loads)
             ended = ended or bool(over)
             for load in over:
-                load.done.result()
+                if load.error is not None:
+                    raise load.error
             if len(left) <= most:
                 return ended
-            wait(left, return_when=FIRST_COMPLETED)
+            left[0].join()
 
     def drop(self) -> bool:
         with self._lock:
             first, self._dropped = not self._dropped, True
+            loads = list(self._loads)
         self._dram.hints.pop(id(self), None)
         self._core.drop()
-        _join_all(self._threads)  # a part that is being loaded is unpinned at its end
+        with self._loading:  # a part that is being loaded is unpinned at its end
+            pass
+        _join_all(loads)
         return first
-
-    def __del__(self) -> None:
-        """Wait for parts that are being loaded, if Ctrl-C came before `drop`: they pin rows."""
-        threads = getattr(self, "_threads", None)
-        if threads is not None:
-            self._dropped = True
-            if threading.current_thread().name.startswith(_THREADS):
-                threads.shutdown(wait=False)
-            else:
-                _join_all(threads)
 
     @property
     def position(self) -> float:
