@@ -206,7 +206,7 @@ namespace thermocline {
 namespace {
 
 std::vector<std::string> read_corpus() {
-  return testing::read_corpus(std::filesystem::path(__FILE__).parent_path() / "../../tests/data/corpus");
+  return testing::read_corpus(testing::beside_source(__FILE__, "../../tests/data/corpus"));
 }
 
 struct Random {

@@ -327,7 +327,7 @@ namespace thermocline {
 namespace {
 
 std::vector<std::string> read_corpus() {
-  return testing::read_corpus(std::filesystem::path(__FILE__).parent_path() / "../../tests/tiers/store_corpus");
+  return testing::read_corpus(testing::beside_source(__FILE__, "../../tests/tiers/store_corpus"));
 }
 
 // Every input of the corpus with every action.

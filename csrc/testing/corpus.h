@@ -10,6 +10,14 @@
 
 namespace thermocline::testing {
 
+// Returns the path of `name` beside the source file `file`, which is __FILE__. A compiler cache makes that relative to
+// the build folder, where this program is.
+inline std::filesystem::path beside_source(const char* file, const char* name) {
+  const std::filesystem::path source(file);
+  const auto build = std::filesystem::read_symlink("/proc/self/exe").parent_path();
+  return (source.is_relative() ? build / source : source).parent_path() / name;
+}
+
 // Returns the contents of the files in `folder`, in order of their names.
 inline std::vector<std::string> read_corpus(const std::filesystem::path& folder) {
   std::vector<std::filesystem::path> paths;
