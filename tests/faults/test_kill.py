@@ -41,7 +41,8 @@ class WorkloadProcess:
         env = dict(os.environ, THERMOCLINE_KILL_AT=kill_at)
         mode = "background" if background else "inline"
         args = [sys.executable, workload.__file__, str(path), str(seed), str(steps), mode]
-        self.process = subprocess.Popen(args, env=env, stdout=subprocess.PIPE, text=True)
+        # Unbuffered: `communicate` does not see what `readline` has read ahead.
+        self.process = subprocess.Popen(args, env=env, stdout=subprocess.PIPE, bufsize=0)
 
     def wait_ready(self) -> None:
         assert self.process.stdout is not None
@@ -53,8 +54,8 @@ class WorkloadProcess:
     def finish(self) -> tuple[int, int, int]:
         """Return (exit code, last commit begun, last commit returned); 0 if there was none."""
         output, _ = self.process.communicate(timeout=120)
-        begun = [int(n) for n in re.findall(r"begin (\d+)", output)]
-        ended = [int(n) for n in re.findall(r"end (\d+)", output)]
+        begun = [int(n) for n in re.findall(rb"begin (\d+)", output)]
+        ended = [int(n) for n in re.findall(rb"end (\d+)", output)]
         return self.process.returncode, max(begun, default=0), max(ended, default=0)
 
 
