@@ -229,7 +229,8 @@ class _Decoder:
         if dtype == "bfloat16" and not torch_dtype:
             raise self.error("a NumPy array cannot have dtype bfloat16")
         kind = getattr(torch, dtype)
-        if math.prod(max(size, 1) for size in shape) >= 1 << 62:  # an empty array may have any other dimensions
+        # An empty array may have any other dimensions; `take` refuses others that are too large.
+        if 0 in shape and math.prod(max(size, 1) for size in shape) * kind.itemsize >= 1 << 62:
             raise self.error(f"an array has shape {shape}")
         data = bytearray(self.take(math.prod(shape) * kind.itemsize))
         if dtype == "bool" and data.translate(None, b"\x00\x01"):
