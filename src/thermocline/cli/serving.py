@@ -37,10 +37,10 @@ class ExportOptions:
     @property
     def served(self) -> ServedRows | None:
         """The rule of the flags; None: no flag is given. Raises `ConfigError`."""
+        from thermocline.config.publish import SERVED
         from thermocline.serving import ServedRows
 
-        names = ("min_norm", "max_rows", "min_frequency", "min_score")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name in SERVED if (value := getattr(self, name)) is not None}
         with _usage_errors():
             return ServedRows(**given) if given else None
 

@@ -13,17 +13,22 @@ Raises     `RankError` if the process that hosts the store has exited, or the re
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from thermocline.distributed.communicator import Groups
+from thermocline.distributed.rendezvous import store_errors
 from thermocline.errors import RankError
+
+_LOST = (
+    "the rendezvous store of the job does not answer while files are followed. See the error of the rank that exited "
+    "first; a restart resumes from the last checkpoint"
+)
 
 
 class _Announced(NamedTuple):
-    """What a rank has announced."""
+    """Announcement of a rank."""
 
     file: int = 0
     """Number of its current file; 0: none yet."""
@@ -88,7 +93,7 @@ class RankFiles:
         return False if len(ended) == self.world and all(ended) else None
 
     def leave(self, batches: int) -> None:
-        """Note that the current file had so many batches, with empty ones."""
+        """Note the number of batches of the current file, with empty ones."""
         self._left = batches
 
     # ---- failures
@@ -109,24 +114,13 @@ class RankFiles:
         return f"follow/{self._listing}/{name}"
 
     def _set(self, name: str, value: Any) -> None:
-        with _store_errors():
+        with store_errors(_LOST):
             self._store.set(self._key(name), json.dumps(value))
 
     def _get(self, names: Sequence[str]) -> list[Any]:
         """Return the values that are set, None for others."""
         keys = [self._key(name) for name in names]
-        with _store_errors():
+        with store_errors(_LOST):
             if len(keys) > 1 and self._store.has_extended_api() and self._store.check(keys):
                 return [json.loads(value) for value in self._store.multi_get(keys)]
             return [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
-
-
-@contextlib.contextmanager
-def _store_errors() -> Iterator[Any]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RankError(
-            f"the rendezvous store of the job does not answer while files are followed: {str(error).splitlines()[0]}. "
-            "See the error of the rank that exited first; a restart resumes from the last checkpoint"
-        ) from error

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from thermocline.distributed.heartbeat import Heartbeat
-from thermocline.distributed.rendezvous import gather_json, scoped_store, translated_errors
+from thermocline.distributed.rendezvous import gather_json, joining_errors, scoped_store
 from thermocline.distributed.shm_transport import ShmTransport, make_transports
 from thermocline.distributed.topology import Topology
 from thermocline.distributed.torch_group import TorchGroup
@@ -42,7 +42,7 @@ def open_store(rank: int, world: int, timeout: float) -> Any:
 
     Collective. Raises `RankError` if a rank is missing.
     """
-    with translated_errors(rank):
+    with joining_errors(rank):
         if dist.is_initialized():
             base = dist.distributed_c10d._get_default_store()
         else:

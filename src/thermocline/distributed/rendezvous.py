@@ -28,15 +28,21 @@ _POLL_SECONDS = 0.01
 
 
 @contextlib.contextmanager
-def translated_errors(rank: int) -> Iterator[None]:
+def store_errors(message: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[None]:
     """Re-raise errors of torch's store, which name a socket, as `RankError`: its process has exited, or never began."""
     try:
         yield
-    except dist.DistError as error:
-        raise RankError(
-            f"rank {rank} cannot reach the rendezvous store, which rank 0 or torchrun hosts: that process has exited, "
-            f"or did not start in time (dist.timeout). See its error. Cause: {str(error).splitlines()[0]}"
-        ) from error
+    except kind as error:
+        raise RankError(f"{message}. Cause: {str(error).splitlines()[0]}") from error
+
+
+def joining_errors(rank: int) -> contextlib.AbstractContextManager[None]:
+    """Return `store_errors` of a rank that joins."""
+    return store_errors(
+        f"rank {rank} cannot reach the rendezvous store, which rank 0 or torchrun hosts: that process has exited, or "
+        "did not start in time (dist.timeout). See its error",
+        dist.DistError,
+    )
 
 
 def scoped_store(store: Any, rank: int, world: int, timeout: float) -> Any:
@@ -59,7 +65,7 @@ def decide_json(
     Every rank calls it once per `name`, with a scoped store. An error of `decide` is raised on rank 0 only.
     """
     if rank != 0:
-        with translated_errors(rank):
+        with joining_errors(rank):
             store.set(f"{name}/{rank}", json.dumps(value))
             return json.loads(_await(store, f"{name}/decision", 0, world, timeout))
     values = [value]

@@ -357,8 +357,7 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.trained and not ctx.training:
-            raise RuntimeError("backward through rows read for evaluation: call model.train() before the forward pass")
+        _require_training(ctx)
         values = grad.detach() if grad.requires_grad else grad
         if values.dtype != torch.float32 or not values.is_contiguous():
             values = values.to(torch.float32).contiguous()
@@ -373,6 +372,12 @@ class _Pool(torch.autograd.Function):
 
 
 _backward_once = once_differentiable(_Pool._backward)
+
+
+def _require_training(ctx: Any) -> None:
+    """Raise if rows that are trained were read for evaluation: they have no plan for gradients."""
+    if ctx.trained and not ctx.training:
+        raise RuntimeError("backward through rows read for evaluation: call model.train() before the forward pass")
 
 
 class _PoolParts(torch.autograd.Function):
@@ -397,8 +402,7 @@ class _PoolParts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if ctx.trained and not ctx.training:
-            raise RuntimeError("backward through rows read for evaluation: call model.train() before the forward pass")
+        _require_training(ctx)
         complete = all(grad is not None for grad in grads)
         weight_gradient = None
         if complete or ctx.needs_input_grad[1]:

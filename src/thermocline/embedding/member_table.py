@@ -106,7 +106,7 @@ class MemberTable:
             bag.requires_grad_(requires_grad)
         return self
 
-    # ---- rows by id
+    # ---- rows by id: the methods of `Table`, which a `MergedTable` refuses to callers that do not know its salts
 
     def _keys(self, ids: Any) -> Keys:
         keys = as_keys(ids)
@@ -122,8 +122,7 @@ class MemberTable:
 
     def read(self, ids: Any) -> Floats:
         """Return float32[n, dim + state]; an id never trained gives its initial row."""
-        table, keys = self.storage, self._keys(ids)
-        return table.read_member(keys) if isinstance(table, MergedTable) else table.read(keys)
+        return Table.read(self.storage, self._keys(ids))
 
     def read_rows(self, ids: Any) -> tuple[Floats, Floats]:
         """Return weights, float32[n, dim], and optimizer state, float32[n, state]."""
@@ -131,14 +130,11 @@ class MemberTable:
 
     def read_statistics(self, ids: Any) -> dict[str, npt.NDArray[Any]]:
         """Return statistics of rows by name: see `Table.read_statistics`."""
-        table, keys = self.storage, self._keys(ids)
-        return table.member_statistics(keys) if isinstance(table, MergedTable) else table.read_statistics(keys)
+        return Table.read_statistics(self.storage, self._keys(ids))
 
     def rows(self, batch_rows: int = 65536) -> Iterator[tuple[Keys, Floats]]:
         """Iterate over every trained row of this table: see `Table.rows`. Reads those of the other tables too."""
-        table = self.storage
-        pieces = table.all_rows(batch_rows) if isinstance(table, MergedTable) else table.rows(batch_rows)
-        for keys, rows in pieces:
+        for keys, rows in Table.rows(self.storage, batch_rows):
             own = self.own_rows(keys)
             if own.any():
                 yield self.ids_of(keys[own]), rows[own]

@@ -113,18 +113,6 @@ class MergedTable(Table):
         self._pooled_parts.clear()
         super().load_rows(keys, rows, state)
 
-    def read_member(self, keys: Keys) -> Floats:
-        """Read rows by salted key."""
-        return super().read(keys)
-
-    def member_statistics(self, keys: Keys) -> dict[str, npt.NDArray[Any]]:
-        """Read statistics by salted key."""
-        return super().read_statistics(keys)
-
-    def all_rows(self, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
-        """Iterate over all rows by salted key."""
-        return super().rows(batch_rows)
-
     def load_rows(self, keys: Any, rows: Any, state: Any = None) -> None:
         self._refuse("load_rows")
 
