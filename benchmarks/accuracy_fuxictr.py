@@ -65,7 +65,7 @@ class Built:
     feature_map: Any
     params: dict[str, Any]
     vocabulary: dict[str, dict[str, int]]
-    """Of each feature: values to FuxiCTR's ids."""
+    """FuxiCTR's ids of the values of each feature."""
 
 
 def build_fuxictr(

@@ -103,7 +103,7 @@ def open_store(folder: Path, keys: int) -> tc.SsdStore:
 
 @dataclasses.dataclass(slots=True)
 class Built:
-    """What of a store has been built and committed."""
+    """Committed progress of building a store."""
 
     keys: int
     loaded: int = 0

@@ -51,7 +51,7 @@ class WorkingSet:
 
 
 class BatchHandle(NamedTuple):
-    """What a graph of torch.compile knows of a batch; arrays of NumPy cannot be its inputs in inference mode."""
+    """Number and sizes of a batch in a graph of torch.compile, which cannot have NumPy arrays in inference mode."""
 
     number: Any
     """The batch's number in this process: a tensor, so that graphs do not depend on it."""

@@ -28,7 +28,7 @@ from thermocline.embedding.state_dict import dense_state_dict
 from thermocline.serving.snapshot import StoredRows
 from thermocline.utils import atomic_file
 
-WORLDS = 8  # at most so many ranks
+WORLDS = 8  # largest number of ranks
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 Arrays = dict[str, Any]

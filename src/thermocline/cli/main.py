@@ -277,7 +277,7 @@ def export(
         int | None, typer.Option(help="Serve at most this number of rows, those with the largest norms.")
     ] = None,
     min_frequency: Annotated[
-        int | None, typer.Option(help="Serve only rows whose key occurred at least so often: statistic frequency.")
+        int | None, typer.Option(help="Serve only rows with at least this frequency, a statistic of rows.")
     ] = None,
     min_score: Annotated[
         float | None,

@@ -32,7 +32,7 @@ class Publish:
     max_rows: Maybe[Count] = None
     """Serve at most this number of rows, those with the largest norms. Every delta then reads all rows."""
     min_frequency: Maybe[Count] = None
-    """Serve only rows whose key occurred at least so often. Needs the statistic frequency (rows.statistics)."""
+    """Serve only rows whose key occurred at least this many times. Needs the statistic frequency (rows.statistics)."""
     min_score: Maybe[FiniteFloat] = None
     """Serve only rows with at least this score, (show - click) * nonclick_coeff + click * click_coeff with the
     coefficients of [expiry] or its defaults. Needs the statistics show and click (rows.statistics)."""

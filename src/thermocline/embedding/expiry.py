@@ -25,7 +25,7 @@ from thermocline.errors import require
 
 _MOST_PARTS = 1000
 _ROWS_OF_PART = 10_000
-"""Of a limit of rows: parts with fewer rows than this would differ much in size."""
+"""Rows of `max_rows` and `min_rows` per part, at least: smaller parts would differ much in size."""
 
 Order = Literal["score", "last_step", "last_time", "frequency", "norm"]
 _NEEDS: dict[Order, tuple[Statistic, ...]] = {

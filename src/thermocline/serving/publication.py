@@ -104,7 +104,7 @@ class Publication:
             os.close(self._folder)
             raise LockError(f"another process publishes to {self.path}: wait until it ends") from None
         self._pointer: Current | None = None  # what CURRENT has; None: not read yet, or there is none
-        self._version: Version | None = None  # the version that it names. Nobody else writes either of them
+        self._version: Version | None = None  # the version that it names. No other process writes either of them
         self._newest = 0  # largest number of a version
         self._remove_leftovers()
         current = None
@@ -401,7 +401,7 @@ def _table_file(table: TableRows, file: Path, writer: _core.SnapshotWriter, prec
 
 
 def _write_durably(path: Path, content: bytes) -> None:
-    """Write a new file in a folder that nobody else knows yet: no rename is needed."""
+    """Write a new file in a folder that no other process reads yet: no rename is needed."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()

@@ -90,7 +90,7 @@ class Assigned:
     planned: torch.cuda.Event | None = None
     """Recorded after the lists of `batches` were written."""
     recycle: Callable[[], None] | None = None
-    """Called when nobody uses `batches` any more: their memory may be used for a later window."""
+    """Called when `batches` are no longer used: their memory may be used for a later window."""
 
 
 Assign = Callable[[StagedIds, int, int, int], Callable[[], Assigned]]

@@ -81,7 +81,7 @@ class HbmBackend:
         self.recorded_step: StoredStep | None = None
         """While a training step is recorded: the constants of all its replays."""
         self.recorded_statistics: StoredStatistics | None = None
-        """The same for the statistics of rows."""
+        """While a training step is recorded: the constants of the statistics of rows."""
         self._step_rule: OptimizerStep | None = None
         """The constants of the last step."""
         self._updates_rows_only = self.rates is None and not spec.statistics and self._codec.gradient is None

@@ -38,7 +38,7 @@ class RankRows(RowSource):
         self.positions = tuple(itertools.chain.from_iterable(by_rank)) if all(by_rank) else ()
         """Position of each rank's store, by rank; empty: the ranks have none."""
         self._stream: Iterator[Any] = iter(())
-        """What this rank sends."""
+        """Pieces that this rank sends."""
         self._streams = 0
         self._failed = False
         """Whether a collective has failed: the other ranks have left it, too."""
