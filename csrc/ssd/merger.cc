@@ -139,7 +139,9 @@ bool Merger::set_aside_log_is_due() const {
   if (!has_damage_) return false;
   std::shared_lock lock(index_mutex_);
   const Index::SetAside aside = index_.set_aside();
-  return aside.log_bytes > std::min(options_.min_log_bytes / 2 + 2 * copied_bytes_, set_aside_bound(aside)) ||
+  const uint64_t bound = set_aside_bound(aside);
+  if (copied_bytes_ > bound) return false;  // admit() throws; another copy cannot help
+  return aside.log_bytes > std::min(options_.min_log_bytes / 2 + 2 * copied_bytes_, bound) ||
          aside.extents > ctx_.sizes.max_extents / 2 + 2 * copied_extents_;
 }
 
@@ -150,14 +152,14 @@ void Merger::set_aside_log_copied(uint64_t bytes, uint64_t extents) {
   copied_extents_ = std::max(extents, aside.extents);
 }
 
+// Tests what the last copy left, not the log of now: merges beside this call may add to that at any moment.
 void Merger::require_bounded_set_aside_log() const {
   if (!has_damage_) return;
   std::shared_lock lock(index_mutex_);
-  const Index::SetAside aside = index_.set_aside();
-  const uint64_t bound = set_aside_bound(aside);
-  if (aside.log_bytes <= bound) return;
+  const uint64_t bound = set_aside_bound(index_.set_aside());
+  if (copied_bytes_ <= bound) return;
   const std::string text = ctx_.path + ": nothing more can be put: the log that damaged partitions hold has " +
-                           std::to_string(aside.log_bytes) + " bytes, more than the bound of " + std::to_string(bound) +
+                           std::to_string(copied_bytes_) + " bytes, more than the bound of " + std::to_string(bound) +
                            ". Rows put so far can be committed. The damage: " + index_.damage();
   try {
     index_.throw_damage();

@@ -18,7 +18,7 @@
 // lock. Lock order: merge_lock_, then the index lock. Every merge holds merge_lock_ shared from begin to end.
 // Invariants: 1. No partition is in two merges. 2. No merge runs while a result of pause() exists. 3. A partition with
 // a damaged page is set aside; other partitions are still merged. The log that only set-aside partitions need is at
-// most set_aside_bound().
+// most set_aside_bound() whenever the writer has copied it.
 #pragma once
 
 #include <atomic>
@@ -72,7 +72,8 @@ class Merger {
   bool has_damage() const { return has_damage_; }
   // The log that only set-aside partitions need may have this size: min_log_bytes + 4 times their base files.
   uint64_t set_aside_bound(const Index::SetAside& aside) const;
-  // Whether that log has grown enough since the last copy that the writer should copy its newest rows forward.
+  // Whether that log has grown enough since the last copy that the writer should copy its newest rows forward. If the
+  // last copy left more than the bound, admit() throws instead.
   bool set_aside_log_is_due() const;
   void set_aside_log_copied(uint64_t bytes, uint64_t extents);
 
