@@ -51,3 +51,45 @@ def test_dlrm_beyond_hbm_moves_rows(load: Any, tmp_path: Path) -> None:
     assert 0 < record["resident"] < 1200
     assert 0 < record["training"]["hit_rate"] < 1
     assert record["training"]["rows_in"] > 0
+
+
+# ---- hbm_e2e.py
+
+
+def test_measured_steps_are_those_between_ends_of_sweeps(load: Any) -> None:
+    """A sweep that ends during the warm-up, or after the last batch was collected, does not count."""
+    ahead = load("thermocline.pipeline.lookahead").LookAheadStats()
+    measured = load("hbm_e2e").MeasuredSteps(ahead, warm=4, sweeps=3, batches=20)
+    marks = []
+    for steps, sweeps in enumerate([0, 1, 1, 2, 2, 2, 3, 3, 3, 5, 5, 5, 6, 6]):
+        ahead.sweeps, ahead.collected = sweeps, steps + 7
+        if measured.ends_here(steps):
+            marks.append(steps)
+        if measured.over:
+            break
+    assert marks == [6, 9, 12]
+    assert ahead.collected == 20, "fewer sweeps than were asked for: the batches ran out"
+
+
+def test_measurement_is_over_after_enough_sweeps_or_without_look_ahead_after_two_marks(load: Any) -> None:
+    ahead = load("thermocline.pipeline.lookahead").LookAheadStats()
+    measured = load("hbm_e2e").MeasuredSteps(ahead, warm=0, sweeps=1, batches=100)
+    for ahead.sweeps in (1, 2):
+        assert not measured.over
+        assert measured.ends_here(ahead.sweeps)
+    assert measured.over
+    measured = load("hbm_e2e").MeasuredSteps(None, warm=3, sweeps=1, batches=100)
+    assert [steps for steps in range(10) if not measured.over and measured.ends_here(steps)] == [3, 6]
+
+
+def test_training_through_three_tiers_is_measured_in_whole_sweeps(load: Any, tmp_path: Path) -> None:
+    load("hbm_e2e").main(["--tiny", "--tiers-only", "--folder", str(tmp_path), "--json", str(tmp_path / "out.json")])
+    record = json.loads((tmp_path / "out.json").read_text())
+    tiers = record["tiers"]
+    assert len(tiers["sweeps"]) == 2
+    assert sum(sweep["steps"] for sweep in tiers["sweeps"]) == tiers["steps"]
+    read = sum(sweep["steps"] * sweep["kb_per_example"] for sweep in tiers["sweeps"])
+    assert tiers["steps"] * tiers["kb_per_example"] == pytest.approx(read)
+    assert read > 0
+    assert record["claims"][-1]["name"] == "whole sweeps of the look-ahead measured"
+    assert record["claims"][-1]["met"]
