@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import thermocline as tc
 from thermocline.distributed.split_horizon import SplitHorizon
 from thermocline.embedding import table_spec
 from thermocline.embedding.table_spec import LookAheadLimits
-from thermocline.pipeline.horizon_length import HorizonLength
+from thermocline.pipeline.horizon_length import HorizonLength, SweepReads
 from thermocline.pipeline.lookahead import AheadItem
 from thermocline.tiers import dram_horizon
 from thermocline.tiers.dram import DramTier
@@ -615,19 +615,29 @@ def test_dropped_on_a_thread_of_the_look_ahead(thread: str, tmp_path: Path, monk
     table.dram.check()
 
 
+def lengths(sweeps: int, reads: Callable[[int], float], cost: Callable[[int], float]) -> list[int]:
+    """Return the length of each of `sweeps` sweeps: reads per batch by length, cost of a read by sweep."""
+    length, sizes = HorizonLength(None), []
+    for sweep in range(sweeps):
+        sizes.append(size := length.batches)
+        length.swept(size, SweepReads(size * reads(size), size), SweepReads(cost(sweep), 1))
+    return sizes
+
+
 def test_the_horizon_grows_until_reads_become_dearer() -> None:
-    length = HorizonLength(None)
-    sizes = []
-    for _ in range(12):
-        sizes.append(length.batches)
-        cost = 1000 if sizes[-1] < 16 else 1200  # per batch: short horizons save nothing yet
-        length.swept(sizes[-1], sizes[-1] * cost)
-    assert sizes[:5] == [1, 2, 4, 8, 16]
-    assert set(sizes[5:]) == {16}
+    dearer = lengths(12, lambda size: 100 if size < 16 else 130, lambda _: 10)  # short horizons save nothing yet
+    assert dearer[:5] == [1, 2, 4, 8, 16]
+    assert set(dearer[5:]) == {16}
     limited = HorizonLength(5)
     for _ in range(6):
-        limited.swept(limited.batches, 0)
+        limited.swept(limited.batches, SweepReads(0, 0), SweepReads(10, 1))
     assert limited.batches == 5
+
+
+def test_the_horizon_grows_while_the_device_becomes_slower() -> None:
+    """The costs of a read that changed between two sweeps are no cost of the longer horizon."""
+    assert lengths(8, lambda size: 1000 / size, lambda sweep: 10 * 3**sweep) == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert lengths(8, lambda size: 10 * size, lambda sweep: 3.0**-sweep)[5:] == [16, 16, 16]
 
 
 @pytest.mark.parametrize("lookahead", ["3GB", -1, "much", 1.5, True])

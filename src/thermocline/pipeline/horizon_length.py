@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 _MOST_LOSS = 0.05
 """The length is doubled unless the last doubling raised the cost of reads per batch by this share."""
 _LEAST_JUDGED = 16
 """Shorter horizons are always doubled: the cost of their reads varies more than that."""
 _TRY_AGAIN = 16
 """Sweeps after which a longer horizon is tried again."""
+
+
+class SweepReads(NamedTuple):
+    """Reads of a sweep, or their costs in microseconds."""
+
+    reads: float
+    pages: float
 
 
 class HorizonLength:
@@ -21,19 +30,27 @@ class HorizonLength:
         self._most = most
         self.batches = 1
         """Batches that may be ahead."""
-        self._costs: dict[int, float] = {}  # per batch, by length
+        self._reads: dict[int, SweepReads] = {}  # per batch, by length
         self._held = 0  # sweeps since the last attempt to grow
 
-    def swept(self, batches: int, cost: float) -> None:
-        """Record the batches that a sweep has loaded, and the cost of its reads."""
+    def swept(self, batches: int, read: SweepReads, cost: SweepReads) -> None:
+        """Record the batches that a sweep has loaded, and its reads.
+
+        Lengths are compared by the present costs of a read and a page: those at the time of another sweep may differ
+        by more than its length changes.
+        """
         if 2 * batches < self.batches:
             return  # another limit, or the loader, kept the horizon short
         length = self.batches
-        self._costs[length] = cost / batches
-        shorter = self._costs.get(length // 2)
-        dearer = shorter is not None and self._costs[length] > (1 + _MOST_LOSS) * shorter
+        now = self._reads[length] = SweepReads(read.reads / batches, read.pages / batches)
+        shorter = self._reads.get(length // 2)
+        dearer = shorter is not None and _price(now, cost) > (1 + _MOST_LOSS) * _price(shorter, cost)
         if dearer and length >= _LEAST_JUDGED and self._held < _TRY_AGAIN:
             self._held += 1
             return
         self._held = 0
         self.batches = 2 * length if self._most is None else min(2 * length, self._most)
+
+
+def _price(read: SweepReads, cost: SweepReads) -> float:
+    return read.reads * cost.reads + read.pages * cost.pages

@@ -23,6 +23,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import fmean
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from thermocline.embedding.table import Table
 from thermocline.embedding.table_spec import LookAheadLimits
 from thermocline.errors import BudgetError, ThermoclineError
 from thermocline.pipeline.executor import Pipeline
-from thermocline.pipeline.horizon_length import HorizonLength
+from thermocline.pipeline.horizon_length import HorizonLength, SweepReads
 
 _MOST_BATCHES = 1 << 14
 _SWEEP_SHARE = 3 / 4
@@ -174,7 +175,7 @@ class LookAhead:
         self._counts: dict[RowHorizon, ReadCounts] = {}  # when they were last counted: loads may go on between calls
         self._sweep = 0  # number of the present sweep
         self._begun = 0  # batches collected when it began
-        self._cost = 0.0  # of its reads, in microseconds
+        self._read = SweepReads(0, 0)  # in it
         self._source: Iterator[Batch] = iter(loader)
         self._pipeline: Pipeline[AheadItem] | None = None
         if depth > 1:
@@ -361,12 +362,14 @@ class LookAhead:
             reads, size = max(0, now.reads - earlier.reads), max(0, now.bytes - earlier.bytes)
             stats.reads += reads
             stats.bytes_read += size
-            self._cost += reads * now.read_cost + size / _PAGE * now.page_cost
+            self._read = SweepReads(self._read.reads + reads, self._read.pages + size / _PAGE)
         sweep = int(min(horizon.position for horizon in horizons))
         if sweep != self._sweep and stats.collected > self._begun:
             batches, self._begun = stats.collected - self._begun, stats.collected
-            self._length.swept(batches, self._cost)
-            self._sweep, self._cost = sweep, 0.0
+            costs = [horizon.read_counts for horizon in horizons]
+            mean = SweepReads(fmean(now.read_cost for now in costs), fmean(now.page_cost for now in costs))
+            self._length.swept(batches, self._read, mean)
+            self._sweep, self._read = sweep, SweepReads(0, 0)
             stats.sweeps += 1
             stats.sweep_batches, stats.length = batches, self._length.batches
             self.notify()
