@@ -346,6 +346,36 @@ def test_rules_need_statistics(rule: dict[str, Any], missing: str) -> None:
 
 
 @pytest.mark.parametrize("tiers", ["reference", "mem", "ssd", "hbm"])
+def test_a_norm_that_is_nan_is_below_all_others(tiers: str, tmp_path: Path) -> None:
+    """NaN of either sign: processors give both. A cap deletes such rows first, and any min_norm deletes them."""
+    broken = np.array([0x7FC00000, 0xFFC00000], np.uint32).view(np.float32)
+
+    def table_of(name: str) -> tc.Table:
+        table = make_table(tiers, tmp_path / name, statistics=())
+        values = np.full((6, DIM), 0.5, np.float32)
+        values[[1, 4], [0, 2]] = broken
+        values[5, 0] = np.inf
+        table.load_rows(np.arange(6, dtype=np.uint64), values)
+        return table
+
+    def left(table: tc.Table) -> list[int]:
+        return sorted(int(key) for keys, _ in table.rows() for key in keys)
+
+    for number, (rule, kept) in enumerate(
+        [
+            ({"max_rows": 5}, [0, 2, 3, 4, 5]),
+            ({"max_rows": 3}, [2, 3, 5]),
+            ({"min_norm": 0.0}, [0, 2, 3, 5]),
+            ({"min_norm": 1.0}, [5]),
+            ({"min_norm": 0.0, "min_rows": 5}, [0, 2, 3, 4, 5]),
+        ]
+    ):
+        table = table_of(str(number))
+        table.expire(tc.Expiry(every=1, order="norm", **rule))
+        assert left(table) == kept, rule
+
+
+@pytest.mark.parametrize("tiers", ["reference", "mem", "ssd", "hbm"])
 def test_norms_are_those_of_rows_that_have_caught_up(tiers: str, tmp_path: Path) -> None:
     """An unused row that decays below min_norm is deleted, although its stored weights are those of its last step."""
     decaying = tc.SGD(lr=0.5, weight_decay=0.5, lazy="catch_up")

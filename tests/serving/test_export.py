@@ -330,6 +330,14 @@ def test_the_cap_serves_equal_norms_in_hash_order() -> None:
     ones = keys[weights[:, 0] == 1]
     assert set(chosen.tolist()) == {*keys[weights[:, 0] == 2].tolist(), *ones[:10].tolist()}
     assert len(list(ServedRows(max_rows=1000).select(lambda: pieces))) == len(pieces)
+    weights[:50:2] = np.nan  # below all norms: served after all others, and not at all with min_norm
+    sound, broken = (keys[chosen].tolist() for chosen in (~np.isnan(weights[:, 0]), np.isnan(weights[:, 0])))
+    for rule, expected in (
+        (ServedRows(max_rows=85), {*sound, *broken[:10]}),
+        (ServedRows(max_rows=100), {*sound, *broken}),
+        (ServedRows(max_rows=85, min_norm=0.5), {*sound}),
+    ):
+        assert {int(key) for part, _ in rule.select(lambda: pieces) for key in part} == expected
     for bad in ({"min_norm": -1.0}, {"max_rows": 0}, {"min_frequency": -1}, {"min_score": float("nan")}):
         with pytest.raises(ValueError, match="it must be"):
             ServedRows(**bad)

@@ -179,6 +179,20 @@ def test_a_failure_stops_the_run_or_warns(ads: Path) -> None:
     assert resumed == whole
 
 
+def test_a_failure_of_the_dense_model_is_one_of_publishing(ads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_files(run: Run) -> Any:
+        raise ValueError("no dense model")
+
+    monkeypatch.setattr("thermocline.training.scoring.scoring_files", no_files)
+    options: dict[str, Any] = {"publish__folder": ads / "served", "publish__every_steps": 4}
+    with pytest.warns(RuntimeWarning, match=r"step 4 cannot be published: no dense model\. Training continues"):
+        warned, _ = train(ads, publish__on_error="warn", **options)
+    with pytest.raises(ThermoclineError, match=r"no dense model\. Training stopped, saved at step 4"):
+        train(ads, train__run_dir=ads / "other", **options)
+    monkeypatch.undo()
+    assert warned == train(ads, train__run_dir=ads / "whole")[0]
+
+
 def test_settings() -> None:
     with pytest.raises(tc.ConfigError, match=r"publish\.every is '30s': it must be left out unless folder is set"):
         tc.Publish(every="30s")

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from thermocline.arrays import Doubles, Floats, Keys, Mask
 from thermocline.embedding.key_hash import KeyPart
-from thermocline.embedding.row_statistics import RowStatistics, Statistic, StatisticsState
+from thermocline.embedding.row_statistics import RowStatistics, Statistic, StatisticsState, scores
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import require
 
@@ -52,7 +52,7 @@ class Expiry:
     """Delete rows whose last_time is more than this many seconds of event time before the newest one of the table.
     Needs the statistic last_time."""
     min_norm: float | None = None
-    """Delete rows whose weights have an L2 norm below this."""
+    """Delete rows whose weights have an L2 norm below this, or NaN: a step cannot repair such a row. 0: only these."""
     min_score: float | None = None
     """Delete rows whose score, after the decay, is below this (Paddle: delete_threshold). The score is
     (show - click) * nonclick_coeff + click * click_coeff. Needs the statistics show and click."""
@@ -68,7 +68,8 @@ class Expiry:
     """Keep at least this many rows, over all ranks, although rules apply to them: those that come last in `order`. Each
     part of the keys keeps its share."""
     order: Order | None = None
-    """Which rows go first, for `max_rows` and `min_rows`: those with the lowest value, of equal ones the smallest key.
+    """Which rows go first, for `max_rows` and `min_rows`: those with the lowest value, of equal ones the smallest key;
+    with "norm", rows whose norm is NaN before all others.
     None: the first of score, last_step, last_time, frequency and norm that the statistics of the table allow."""
 
     def __post_init__(self) -> None:
@@ -224,7 +225,7 @@ class Selection:
         if expiry.unused_seconds is not None and self._state.newest is not None:
             dead |= self._state.newest - values["last_time"] > expiry.unused_seconds
         if expiry.min_norm is not None:
-            dead |= self._norms(rows) < expiry.min_norm
+            dead |= ~(self._norms(rows) >= expiry.min_norm)
         if expiry.min_score is not None:
             dead |= self._scores(values) < expiry.min_score
         return dead
@@ -234,13 +235,12 @@ class Selection:
         if self.expiry.order == "score":
             return self._scores(values)
         if self.expiry.order == "norm":
-            return self._norms(rows)
+            norms = self._norms(rows)
+            return np.where(np.isnan(norms), -np.inf, norms)
         return values[str(self.expiry.order)].astype(np.float64)
 
     def _scores(self, values: dict[str, npt.NDArray[Any]]) -> Doubles:
-        show, click = values["show"].astype(np.float64), values["click"].astype(np.float64)
-        scores: Doubles = (show - click) * self.expiry.nonclick_coeff + click * self.expiry.click_coeff
-        return scores
+        return scores(values, self.expiry.nonclick_coeff, self.expiry.click_coeff)
 
     def _norms(self, rows: Floats) -> Doubles:
         """Return L2 norms: squares added in the order of the elements, so that no bit depends on the machine."""

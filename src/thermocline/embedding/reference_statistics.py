@@ -81,13 +81,14 @@ def expired_keys(
         return (
             (expiry.unused_steps is not None and step - s.last_step > expiry.unused_steps)
             or (expiry.unused_seconds is not None and newest - s.last_time > expiry.unused_seconds)
-            or (expiry.min_norm is not None and norm(key) < expiry.min_norm)
+            or (expiry.min_norm is not None and not norm(key) >= expiry.min_norm)
             or (expiry.min_score is not None and score(key) < expiry.min_score)
         )
 
     def place(key: int) -> tuple[float, int]:
         if expiry.order in ("score", "norm"):
-            return (score if expiry.order == "score" else norm)(key), key
+            value = (score if expiry.order == "score" else norm)(key)
+            return -math.inf if math.isnan(value) else value, key
         return float(getattr(statistics_of(key), str(expiry.order))), key
 
     ordered = sorted(rows, key=place)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from thermocline.arrays import Floats, Offsets
+from thermocline.arrays import Doubles, Floats, Offsets
 from thermocline.core import core
 from thermocline.errors import ThermoclineError
 
@@ -95,6 +95,13 @@ class RowStatistics:
 
 
 NO_STATISTICS = RowStatistics()
+
+
+def scores(values: Mapping[str, npt.NDArray[Any]], nonclick_coeff: float, click_coeff: float) -> Doubles:
+    """Return (show - click) * nonclick_coeff + click * click_coeff of each row, of what `RowStatistics.unpack` returns."""
+    show, click = values["show"].astype(np.float64), values["click"].astype(np.float64)
+    result: Doubles = (show - click) * nonclick_coeff + click * click_coeff
+    return result
 
 
 @dataclasses.dataclass(slots=True, eq=False)

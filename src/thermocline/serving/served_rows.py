@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from thermocline.arrays import Doubles, Floats, Keys, Mask
+from thermocline.arrays import Floats, Keys, Mask
+from thermocline.embedding.row_statistics import scores
 from thermocline.errors import require
 from thermocline.serving.version import TableFile
 
@@ -29,9 +30,9 @@ class ServedRows:
     """
 
     min_norm: float = 0.0
-    """Rows whose weights have a smaller L2 norm are not served."""
+    """Rows whose weights have a smaller L2 norm are not served; above 0, neither are rows whose norm is NaN."""
     max_rows: int | None = None
-    """At most this number of rows is served, those with the largest norms."""
+    """At most this number of rows is served, those with the largest norms; NaN counts as smaller than any norm."""
     min_frequency: int = 0
     """Rows whose key occurred less often in training are not served. Needs the statistic frequency."""
     min_score: float | None = None
@@ -92,15 +93,10 @@ class ServedRows:
         if self.min_frequency:
             kept &= statistics["frequency"] >= self.min_frequency
         if self.min_score is not None:
-            kept &= self._scores(statistics) >= self.min_score
+            kept &= scores(statistics, self.nonclick_coeff, self.click_coeff) >= self.min_score
         if always is not None:
             kept |= keys == np.uint64(always)
         return kept
-
-    def _scores(self, statistics: Statistics) -> Doubles:
-        show, click = statistics["show"].astype(np.float64), statistics["click"].astype(np.float64)
-        scores: Doubles = (show - click) * self.nonclick_coeff + click * self.click_coeff
-        return scores
 
     def select(self, rows: Callable[[], Iterable[Candidates]], always: int | None = None) -> Iterator[Piece]:
         """Yield the served rows of a stream that is in hash order. `always`: a key that is served in any case.
@@ -115,7 +111,7 @@ class ServedRows:
             return
         assert self.max_rows is not None
         places = np.concatenate([np.empty(0, np.float32), *(self._places(piece, always)[0] for piece in rows())])
-        least, ties = np.float32(-1), 0  # rows of this place that are still served: no row has the place -1
+        least, ties = np.float32(-np.inf), 0  # rows of this place that are still served: no row has the place -inf
         if len(places) > self.max_rows:
             least = np.partition(places, len(places) - self.max_rows)[len(places) - self.max_rows]
             ties = self.max_rows - int((places > least).sum())
@@ -130,10 +126,14 @@ class ServedRows:
             yield keys[chosen], weights[chosen]
 
     def _places(self, candidates: Candidates, always: int | None) -> tuple[Floats, Mask]:
-        """Return the norms of the rows that reach the thresholds, infinite for `always`, and which rows these are."""
+        """Return the norms of the rows that reach the thresholds, and which rows these are.
+
+        The norm of `always` is infinite, that of a row whose norm is NaN is -1.
+        """
         keys, weights, _ = candidates
         kept = self.keeps(candidates, always)
         places = self.norms(weights[kept])
+        places[np.isnan(places)] = -1
         if always is not None:
             places[keys[kept] == np.uint64(always)] = np.inf
         return places, kept

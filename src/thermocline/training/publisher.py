@@ -95,10 +95,10 @@ class Publisher(Callback):
 
     def _publish(self, trainer: Trainer, step: int) -> None:
         runner = CollectiveRunner.of([self._table])
-        with trainer.ranks.merged():
-            files = self._files()
         event_time = trainer.ranks.latest(trainer.progress.event_time)
         try:
+            with trainer.ranks.merged():
+                files = runner.run_all(_DOING, self._files)
             delta = runner.broadcast(_DOING, lambda: not self._is_new and self._takes_delta(step))
             with warnings.catch_warnings():
                 if len(self.versions) > 1:  # once is enough, and the next versions have the same cause
