@@ -1,12 +1,12 @@
 """Step times while an expiry deletes a tenth of the rows of an SSD store, and the disk space that comes back.
 
-    python -m benchmarks.expiry [--rows 2000000] [--spread 1000] [--mem-share 0.1] [--batch 1024] [--folder DIR]
+    python benchmarks/expiry.py [--rows 2000000] [--spread 1000] [--mem-share 0.1] [--batch 1024] [--folder DIR]
+                                [--json FILE]
 
 Fills a store with rows of which a tenth has not been used for long, then trains (26 fields, dim 16, Adagrad, look-ahead
 and pipeline as by default, an MLP of 64 units) for three phases of `spread` steps, at least 1,000: before, during and
-after the expiry. `--spread 1` deletes all rows after one step. Prints percentiles of the time from step to step and
-processor seconds per step of each phase, rows deleted, and the bytes on disk before, after a commit, and after the log
-was merged.
+after the expiry. `--spread 1` deletes all rows after one step. Claims: p99.9 of the times from step to step during the
+expiry is at most twice their median; after a merge the store has the size of its remaining rows, plus 5 %.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import Claim, console, environment, noise, print_claims, write_json
 
 import thermocline as tc
 from thermocline.arrays import Floats, Keys
@@ -76,14 +77,59 @@ def train(table: tc.Table, batches: Any, steps: int) -> Iterator[tuple[float, fl
             before = now
 
 
-def report(name: str, times: list[tuple[float, float]]) -> float:
-    wall, processor = np.array(times).T
-    p50, p99, p999 = np.percentile(wall, [50, 99, 99.9]) * 1e3
-    print(
-        f"{name:7} {len(wall):6} steps: p50 {p50:7.1f} ms  p99 {p99:7.1f}  p99.9 {p999:7.1f}  "
-        f"max {1e3 * wall.max():8.1f}  p99.9/p50 {p999 / p50:5.2f}  processor {1e3 * processor.mean():6.1f} ms per step"
+def figures_of(times: list[tuple[float, float]]) -> dict[str, float]:
+    """Percentiles of the wall time of steps, and the mean of their processor time, in ms."""
+    wall, processor = np.array(times).T * 1e3
+    p50, p99, p999 = np.percentile(wall, [50, 99, 99.9]).tolist()
+    longest, mean = float(wall.max()), float(processor.mean())
+    return {"steps": len(wall), "p50": p50, "p99": p99, "p99.9": p999, "max": longest, "processor": mean}
+
+
+def measure(options: argparse.Namespace, phase: int) -> dict[str, Any]:
+    """Fill a store, train through the expiry and merge the log."""
+    ads = tc.SyntheticAds(keys=options.rows, fields=FIELDS, batch_size=options.batch, examples=10**12)
+    table = open_table(options, phase)
+    store = table.store
+    assert store is not None
+    fill(table, ads)
+    record: dict[str, Any] = {"rows": len(store), "spread": options.spread, "batch": options.batch}
+    disk = record["disk_bytes"] = {"filled": store.stats().disk_bytes}
+    console.print(f"{len(store):,} rows, {disk['filled'] / 1e6:,.0f} MB on disk, {table!r}")
+    warm = phase // 4
+    table.step_count -= warm
+    times = list(train(table, ads, warm + 3 * phase))[warm:]
+    record["ms"] = {
+        name: figures_of(times[number * phase : (number + 1) * phase])
+        for number, name in enumerate(("before", "during", "after"))
+    }
+    expired = table.expired
+    record |= {"deleted": expired.rows, "kept": expired.last_kept, "expiry_seconds": expired.seconds}
+    for name in ("expired", "merged"):
+        if name == "merged":
+            store.merge()
+        table.commit()
+        for epoch in store.epochs[:-1]:
+            store.release(epoch)
+        disk[name] = store.stats().disk_bytes
+        record[f"rows_in_base_{name}"] = store.stats().rows_in_base
+    table.close()
+    return record
+
+
+def claims_of(record: dict[str, Any]) -> list[Claim]:
+    ratios = {name: figures["p99.9"] / figures["p50"] for name, figures in record["ms"].items()}
+    during, disk = record["ms"]["during"], record["disk_bytes"]
+    detail = (
+        f"median {during['p50']:.1f} ms, longest {during['max']:.0f} ms; before the expiry {ratios['before']:.2f} x"
     )
-    return float(p999 / p50)
+    text = f"{record['deleted']:,} of {record['rows']:,} rows deleted"
+    left = (record["rows"] - record["deleted"]) / record["rows"]
+    return [
+        Claim("p99.9 of step times during the expiry, of their median", ratios["during"], 2.0,
+              at_most=True, detail=detail),
+        Claim("disk space after a merge, of the filled store", disk["merged"] / disk["filled"], left * 1.05,
+              at_most=True, detail=text),
+    ]  # fmt: skip
 
 
 def main() -> None:
@@ -94,41 +140,23 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--phase", type=int, default=0, help="steps per phase; default: spread, at least 1,000")
     parser.add_argument("--folder", type=Path, help="where the store is made; default: a temporary folder")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     phase = options.phase or max(1000, options.spread)
     temporary = options.folder is None
     options.folder = Path(tempfile.mkdtemp()) if temporary else options.folder
     try:
-        ads = tc.SyntheticAds(keys=options.rows, fields=FIELDS, batch_size=options.batch, examples=10**12)
-        table = open_table(options, phase)
-        store = table.store
-        assert store is not None
-        fill(table, ads)
-        print(f"{len(store):,} rows, {store.stats().disk_bytes / 1e6:,.0f} MB on disk, {table!r}")
-        warm = phase // 4
-        table.step_count -= warm
-        times = list(train(table, ads, warm + 3 * phase))[warm:]
-        for number, name in enumerate(("before", "during", "after")):
-            report(name, times[number * phase : (number + 1) * phase])
-        expired = table.expired
-        print(f"deleted {expired.rows:,} rows, kept {expired.last_kept:,}, {expired.seconds:.1f} s in all")
-        table.commit()
-        for epoch in store.epochs[:-1]:
-            store.release(epoch)
-        committed = store.stats()
-        store.merge()
-        table.commit()
-        for epoch in store.epochs[:-1]:
-            store.release(epoch)
-        merged = store.stats()
-        print(
-            f"disk: {committed.disk_bytes / 1e6:,.0f} MB after the expiry ({committed.log_bytes / 1e6:,.0f} of log), "
-            f"{merged.disk_bytes / 1e6:,.0f} MB after a merge; {merged.rows_in_base:,} rows"
-        )
-        table.close()
+        with noise() as load:
+            record = measure(options, phase)
     finally:
         if temporary:
             shutil.rmtree(options.folder, ignore_errors=True)
+    for name, figures in record["ms"].items():
+        console.print(f"{name:7}", "  ".join(f"{key} {value:,.1f}" for key, value in figures.items()))
+    claims = claims_of(record)
+    print_claims("Expiry on SSD", claims)
+    if options.json:
+        write_json(options.json, {**environment(["torch", "numpy"]), **record, **load}, claims)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,33 @@
-"""Processor time of row statistics and expiry, rows in DRAM.
+"""Processor time of row statistics, admission by count and expiry, rows in DRAM.
 
-    python -m benchmarks.row_statistics [--steps 40] [--batch 4096] [--rows 1000000]
+    python benchmarks/row_statistics.py [--steps 80] [--hidden 64] [--parts steps,expiry] [--json FILE]
 
-Prints the processor seconds of a training step (26 fields, dim 16, Adagrad, an MLP of 64 units) without statistics and
-with all of them, taken in turns, and of one expiry that tests all rows and deletes a tenth. Processor time, so that
-other work on the machine changes it little.
+Steps: processor seconds of a training step (26 fields, dim 16, Adagrad, batch 4,096, one thread) without statistics,
+with all of them, and with all and admission by count, on each batch in turn; the first half of the steps is not
+counted. `--hidden 400,400,400` is the network of the default config, 64 the smallest. Expiry: one that tests all rows
+and deletes a tenth. Processor time, so that other work on the machine changes it little.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from common import Claim, console, environment, noise, print_claims, spread, write_json
 
 import thermocline as tc
 
 FIELDS, DIM = 26, 16
 NAMES = ("frequency", "last_step", "last_time", "show", "click")
+SIDES = {"none": False, "statistics": False, "statistics and admission": True}
+"""Name, and whether the side has admission."""
 
 
 def batches(count: int, examples: int, seed: int) -> list[tc.Batch]:
@@ -35,12 +43,17 @@ def batches(count: int, examples: int, seed: int) -> list[tc.Batch]:
 
 
 class Run:
-    """A table with these statistics and a small model."""
+    """A table and a network with these hidden layers."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.table = tc.Table(DIM, tc.Adagrad(lr=0.01), mem="1GB", threads=1, statistics=names)  # type: ignore[arg-type]
+    def __init__(self, names: tuple[str, ...], admission: tc.Admission | None, hidden: Sequence[int]) -> None:
+        self.table = tc.Table(
+            DIM, tc.Adagrad(lr=0.01), mem="512MB", threads=1, statistics=names, admission=admission, device="cpu"
+        )
         self.bag = tc.EmbeddingBag(self.table, FIELDS)
-        self.dense = torch.nn.Sequential(torch.nn.Linear(FIELDS * DIM, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+        layers: list[torch.nn.Module] = []
+        for width, more in itertools.pairwise([FIELDS * DIM, *hidden]):
+            layers += [torch.nn.Linear(width, more), torch.nn.ReLU()]
+        self.dense = torch.nn.Sequential(*layers, torch.nn.Linear(hidden[-1], 1))
 
     def step(self, batch: tc.Batch) -> float:
         begin = time.process_time()
@@ -53,15 +66,25 @@ class Run:
         return time.process_time() - begin
 
 
-def measure_steps(steps: int, examples: int) -> dict[str, float]:
-    """Return processor seconds of a step: medians over steps, runs in turns."""
-    runs = {"none": Run(()), "all": Run(NAMES)}
+def measure_steps(steps: int, examples: int, hidden: Sequence[int]) -> dict[str, Any]:
+    """Return processor seconds of a step of each side, and their ratios to the side without statistics."""
+    counts = tc.Admission(count=3)
+    runs = {
+        name: Run(() if name == "none" else NAMES, counts if admission else None, hidden)
+        for name, admission in SIDES.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number, batch in enumerate(batches(steps, examples, 0)):
         for name in runs if number % 2 else reversed(runs):
             batch.prepared.clear()
             times[name].append(runs[name].step(batch))
-    return {name: statistics.median(values[steps // 2 :]) for name, values in times.items()}
+    counted = {name: values[steps // 2 :] for name, values in times.items()}
+    medians = {name: statistics.median(values) for name, values in counted.items()}
+    return {
+        "hidden": list(hidden),
+        "seconds": {name: spread(values) for name, values in counted.items()},
+        "added": {name: median / medians["none"] - 1 for name, median in medians.items() if name != "none"},
+    }
 
 
 def measure_expiry(rows: int) -> tuple[float, int]:
@@ -82,15 +105,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--hidden", default="64", help="widths of the hidden layers, separated by commas")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the table that the expiry tests")
+    parser.add_argument("--parts", default="steps,expiry")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    times = measure_steps(options.steps, options.batch)
-    without, kept = 1e3 * times["none"], 1e3 * times["all"]
-    print(f"step: {without:.1f} ms without, {kept:.1f} ms with all statistics ({kept / without - 1:+.1%})")
-    seconds, deleted = measure_expiry(options.rows)
-    per_row = 1e9 * seconds / options.rows
-    print(f"expiry: {seconds:.2f} s for {options.rows:,} rows, {per_row:.0f} ns per row, {deleted:,} deleted")
+    record: dict[str, Any] = {}
+    claims = []
+    with noise() as load:
+        if "steps" in options.parts:
+            record["steps"] = measure_steps(options.steps, options.batch, [int(n) for n in options.hidden.split(",")])
+            seconds = record["steps"]["seconds"]
+            for name, added in record["steps"]["added"].items():
+                detail = f"{1e3 * seconds['none']['median']:.1f} ms, with {name} {1e3 * seconds[name]['median']:.1f} ms"
+                text = f"{name}, hidden layers of {options.hidden}"
+                claims.append(Claim(text, added, 0.05, "of a step", at_most=True, detail=detail))
+        if "expiry" in options.parts:
+            used, deleted = measure_expiry(options.rows)
+            record["expiry"] = {"rows": options.rows, "deleted": deleted, "seconds": used}
+            per_row = 1e9 * used / options.rows
+            console.print(f"expiry of {options.rows:,} rows: {per_row:.0f} ns per row, {deleted:,} deleted")
+    print_claims("Row statistics", claims)
+    if options.json:
+        write_json(options.json, {**environment(["torch", "numpy"]), **record, **load}, claims)
 
 
 if __name__ == "__main__":

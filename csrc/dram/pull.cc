@@ -197,7 +197,7 @@ void DramTier::fill_rows(const Scratch::RowLoads& loads, size_t n, const uint8_t
     return;
   }
   std::memset(loads.in_store, 0, n);
-  if (store_) store_->get(loads.keys, n, loads.in_store, RowsOut{slab_.as<uint8_t>(), row_bytes_, loads.slots});
+  if (store_) store_->get(loads.keys, n, loads.in_store, RowsOut{slab_.as<uint8_t>(), stride_, loads.slots});
   std::atomic<size_t> initialised{0};
   for_rows(n, [&](size_t begin, size_t end) {
     size_t count = 0;

@@ -75,4 +75,14 @@ struct RowLayout {
   size_t bytes() const { return weight_bytes() + tail_words() * sizeof(float); }
 };
 
+// Bytes from row to row in memory, not in stores: rounded up to a multiple of 64 or 32 if that adds at most a 32nd, so
+// that the weights of fewer rows begin near the end of a cache line.
+inline size_t row_stride(size_t row_bytes) {
+  for (size_t line : {64, 32}) {
+    const size_t stride = (row_bytes + line - 1) / line * line;
+    if ((stride - row_bytes) * 32 <= row_bytes) return stride;
+  }
+  return row_bytes;
+}
+
 }  // namespace thermocline

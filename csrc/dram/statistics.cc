@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
+#include <optional>
 
 namespace thermocline {
 namespace {
@@ -75,11 +77,27 @@ class RowUpdate {
   const bool has_decays_;
 };
 
-int64_t sum_of(const uint32_t* grad_rows, const Labels& labels, size_t begin, size_t end) {
-  int64_t sum = 0;
-  for (size_t j = begin; j < end; ++j) sum += labels.of(grad_rows[j]);
-  return sum;
-}
+// Sums of the labels of keys [begin, end): differences of running sums, because a loop per key, of few turns each,
+// would mispredict a branch for most keys. Modulo 2^64, so that only the sum of a key must fit.
+class LabelSums {
+ public:
+  LabelSums(const uint32_t* starts, const uint32_t* grad_rows, const Labels& labels, size_t begin, size_t end)
+      : starts_(starts), first_(starts[begin]), sums_(new uint64_t[starts[end] - first_ + 1]) {
+    uint64_t sum = sums_[0] = 0;
+    for (size_t j = first_; j < starts[end]; ++j) {
+      sum += static_cast<uint64_t>(labels.of(grad_rows[j]));
+      sums_[j - first_ + 1] = sum;
+    }
+  }
+  int64_t of(size_t key) const {
+    return static_cast<int64_t>(sums_[starts_[key + 1] - first_] - sums_[starts_[key] - first_]);
+  }
+
+ private:
+  const uint32_t* starts_;
+  size_t first_;
+  std::unique_ptr<uint64_t[]> sums_;
+};
 
 }  // namespace
 
@@ -87,9 +105,10 @@ void update_statistics(const Rows& rows, const RowLayout& layout, const uint32_t
                        const uint32_t* grad_rows, const Labels* labels, const StatisticsStep& step, size_t begin,
                        size_t end) {
   const RowUpdate update(rows, layout, step);
+  std::optional<LabelSums> clicks;
+  if (labels) clicks.emplace(starts, grad_rows, *labels, begin, end);
   for (size_t u = begin; u < end; ++u) {
-    update.apply(slots[u], starts[u + 1] - starts[u],
-                 labels ? sum_of(grad_rows, *labels, starts[u], starts[u + 1]) : 0);
+    update.apply(slots[u], starts[u + 1] - starts[u], clicks ? clicks->of(u) : 0);
   }
 }
 
@@ -97,9 +116,9 @@ void sum_clicks(ThreadPool& pool, const uint32_t* starts, size_t keys, const uin
                 int64_t* clicks) {
   const size_t tasks = starts[keys] / kTaskRows + 1;
   pool.parallel(tasks, [&](size_t t) {
-    for (size_t u = keys * t / tasks; u < keys * (t + 1) / tasks; ++u) {
-      clicks[u] = sum_of(grad_rows, {units, 1}, starts[u], starts[u + 1]);
-    }
+    const size_t begin = keys * t / tasks, end = keys * (t + 1) / tasks;
+    const LabelSums sums(starts, grad_rows, {units, 1}, begin, end);
+    for (size_t u = begin; u < end; ++u) clicks[u] = sums.of(u);
   });
 }
 

@@ -40,8 +40,9 @@ RowStore* DramTier::check_row_bytes(RowStore* store) const {
 
 // ---- budget
 
-DramTier::Plan DramTier::plan_for(uint32_t capacity, size_t row_bytes, const TierOptions& options) {
+DramTier::Plan DramTier::plan_for(uint32_t capacity, const TierOptions& options) {
   Plan p{};
+  const size_t row_bytes = options.layout.bytes();
   p.capacity = capacity;
   p.shards = options.shards ? options.shards : std::bit_floor(std::clamp<uint32_t>(capacity / 4096, 1, 64));
   // The number of keys per shard varies: the index has buckets for eight standard deviations above the mean.
@@ -54,7 +55,7 @@ DramTier::Plan DramTier::plan_for(uint32_t capacity, size_t row_bytes, const Tie
   const size_t small_keys = std::min(p.scratch_keys, kSmallKeys);
   const bool ahead = options.write_ahead.value_or(1) > 0;
   p.staged_rows = ahead ? std::min(kStagedBytes, options.budget / 32) / (row_bytes + kStagedRowBytes) : 0;
-  p.rows = capacity * row_bytes;
+  p.rows = capacity * row_stride(row_bytes);
   p.metadata = (size_t{capacity} + size_t{p.shards} * Shard::kLists) * sizeof(SlotMeta) +
                (size_t{capacity} + 63) / 64 * sizeof(uint64_t) + p.shards * sizeof(Shard);
   p.index = size_t{p.shards} * p.buckets * sizeof(uint64_t);
@@ -63,28 +64,29 @@ DramTier::Plan DramTier::plan_for(uint32_t capacity, size_t row_bytes, const Tie
   return p;
 }
 
-DramTier::Plan DramTier::make_plan(size_t row_bytes, const TierOptions& options) {
-  const auto fits = [&](uint32_t capacity) { return plan_for(capacity, row_bytes, options).total() <= options.budget; };
+DramTier::Plan DramTier::make_plan(const TierOptions& options) {
+  const auto fits = [&](uint32_t capacity) { return plan_for(capacity, options).total() <= options.budget; };
   if (!fits(1)) {
     throw BudgetError("DRAM tier: a budget of " + std::to_string(options.budget) + " bytes cannot hold one row of " +
-                      std::to_string(row_bytes) + " bytes; the minimum is " +
-                      std::to_string(plan_for(1, row_bytes, options).total()) + " bytes");
+                      std::to_string(options.layout.bytes()) + " bytes; the minimum is " +
+                      std::to_string(plan_for(1, options).total()) + " bytes");
   }
   uint32_t lo = 1, hi = (1u << 31) + (1u << 30);  // below 2^32 minus the sentinels
   while (hi - lo > 1) {
     const uint32_t mid = lo + (hi - lo) / 2;
     (fits(mid) ? lo : hi) = mid;
   }
-  return plan_for(lo, row_bytes, options);
+  return plan_for(lo, options);
 }
 
 DramTier::DramTier(const TierOptions& options, RowStore* store)
     : options_(options_with(options, store)),
       row_bytes_(options.layout.bytes()),
+      stride_(row_stride(row_bytes_)),
       store_(check_row_bytes(store)),
       initial_(options.initial, options.layout),
       codec_{options.layout, table_mix(options.initial.seed, options.initial.table)},
-      plan_(make_plan(row_bytes_, options_)),
+      plan_(make_plan(options_)),
       slab_(plan_.rows),
       meta_((size_t{plan_.capacity} + size_t{plan_.shards} * Shard::kLists) * sizeof(SlotMeta)),
       index_(plan_.index),

@@ -144,7 +144,7 @@ class DramTier {
   const InitialRows& initial() const { return initial_; }
   uint32_t capacity() const { return plan_.capacity; }
   Rows rows() const {
-    return {slab_.as<uint8_t>(), row_bytes_,      options_.layout.dim, codec_.plain() ? nullptr : &codec_,
+    return {slab_.as<uint8_t>(), stride_,         options_.layout.dim, codec_.plain() ? nullptr : &codec_,
             meta_.as<uint8_t>(), sizeof(SlotMeta)};
   }
   const Codec& codec() const { return codec_; }
@@ -165,15 +165,15 @@ class DramTier {
     size_t rows, metadata, index, buffers;  // bytes
     size_t total() const { return rows + metadata + index + buffers; }
   };
-  static Plan plan_for(uint32_t capacity, size_t row_bytes, const TierOptions& options);
-  static Plan make_plan(size_t row_bytes, const TierOptions& options);
+  static Plan plan_for(uint32_t capacity, const TierOptions& options);
+  static Plan make_plan(const TierOptions& options);
   RowStore* check_row_bytes(RowStore* store) const;
 
   struct Hash {
     uint32_t shard, tag;
   };
   Hash hash(uint64_t key) const;
-  uint8_t* row(uint32_t slot) const { return slab_.as<uint8_t>() + slot * row_bytes_; }
+  uint8_t* row(uint32_t slot) const { return slab_.as<uint8_t>() + slot * stride_; }
   SlotMeta* meta() const { return meta_.as<SlotMeta>(); }
 
   // Grouping by shard (tier.cc).
@@ -274,6 +274,7 @@ class DramTier {
   // Constant after construction.
   const TierOptions options_;
   const size_t row_bytes_;
+  const size_t stride_;  // bytes from slot to slot: see row_stride()
   RowStore* const store_;
   const InitialRows initial_;
   Codec codec_;  // except its scale: see set_scale()

@@ -214,6 +214,48 @@ TEST(DramTier, ReadInsertsNothing) {
   CHECK_EQ(store.size(), 0u);
 }
 
+TEST(DramTier, PaddedRowsAreStoredWithoutPadding) {
+  CHECK_EQ(row_stride(128), size_t{128});
+  CHECK_EQ(row_stride(156), size_t{160});
+  CHECK_EQ(row_stride(1052), size_t{1056});  // 1,088 would add more than a 32nd
+  CHECK_EQ(row_stride(1056), size_t{1088});
+  CHECK_EQ(row_stride(80), size_t{80});
+  for (size_t bytes = 4; bytes < 5000; bytes += 4) {
+    CHECK(row_stride(bytes) >= bytes && 32 * (row_stride(bytes) - bytes) <= bytes);
+  }
+  TierOptions o = options(60'000);
+  o.layout = {.dim = 16, .optimizer = Optimizer::kAdagrad, .statistics = 31};
+  const size_t bytes = o.layout.bytes(), words = bytes / sizeof(float);
+  CHECK_EQ(bytes, size_t{156});
+  MapStore store(bytes);
+  DramTier tier(o, &store);
+  CHECK_EQ(tier.rows().stride, size_t{160});
+  CHECK(tier.stats().bytes_rows == 160 * tier.stats().capacity && tier.stats().bytes_total <= o.budget);
+  const auto row_of = [&](uint64_t key) { return std::vector<float>(words, static_cast<float>(key)); };
+  const std::vector<uint64_t> keys = range(0, 3 * tier.stats().capacity);
+  std::vector<uint8_t> pushed;
+  for (uint64_t key : keys) {
+    const auto row = row_of(key);
+    pushed.insert(pushed.end(), reinterpret_cast<const uint8_t*>(row.data()),
+                  reinterpret_cast<const uint8_t*>(row.data() + words));
+  }
+  tier.push(keys.data(), keys.size(), pushed.data(), true);  // most are evicted
+  CHECK(store.size() > keys.size() / 2);
+  const size_t part = tier.stats().capacity / 4;
+  for (size_t first = 0; first + part <= keys.size(); first += part) {
+    const std::vector<uint64_t> some = range(first, first + part);
+    const auto slots = pull(tier, some);
+    for (size_t i = 0; i < part; ++i) CHECK(std::memcmp(row_at(tier, slots[i]), row_of(some[i]).data(), bytes) == 0);
+    tier.unpin(slots.data(), slots.size(), false);
+  }
+  std::vector<uint8_t> rows(keys.size() * bytes);
+  tier.read(keys.data(), keys.size(), rows.data());
+  CHECK(rows == pushed);
+  tier.flush();
+  CHECK_EQ(store.size(), keys.size());
+  tier.check(true);
+}
+
 TEST(DramTier, LruEvictsTheOldestAndLfuTheLeastVisited) {
   MapStore store(kLayout.bytes());
   for (Policy policy : {Policy::kLru, Policy::kLfu, Policy::kLruLfu}) {

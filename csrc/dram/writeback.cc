@@ -63,7 +63,7 @@ size_t DramTier::evict(Scratch& s, size_t n) {
   const size_t chosen = choose_victims(w, std::min(n, s.keys_max()), &dirty);
   if (dirty > 0) {
     try {
-      store_->put(w.keys, dirty, RowsIn{slab_.as<uint8_t>(), row_bytes_, w.slots});
+      store_->put(w.keys, dirty, RowsIn{slab_.as<uint8_t>(), stride_, w.slots});
     } catch (...) {
       finish_eviction(w, dirty, false);
       throw;
@@ -254,7 +254,7 @@ void DramTier::flush(RowStore* to, KeyRange range) {
     }
     if (n == 0) continue;
     try {
-      store->put(w.keys, n, RowsIn{slab_.as<uint8_t>(), row_bytes_, w.slots});
+      store->put(w.keys, n, RowsIn{slab_.as<uint8_t>(), stride_, w.slots});
     } catch (...) {
       for (size_t j = 0; j < n; ++j) set_dirty(w.slots[j]);
       throw;

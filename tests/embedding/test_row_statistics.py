@@ -34,6 +34,24 @@ def test_every_tier_has_the_statistics_of_the_reference(
     table.dram.check()
 
 
+@pytest.mark.parametrize("tiers", ["mem", "ssd"])
+def test_rows_that_are_padded_in_memory(tiers: str, tmp_path: Path) -> None:
+    """Rows of 156 bytes lie 160 bytes apart; stores have no padding. Evictions, expiry and a reopened store."""
+    options: dict[str, Any] = {"dim": 16, "expiry": tc.Expiry(every=4, unused_steps=25)}
+    expected = fit(make_table("reference", "", **options), stream(40))
+    assert expected["expired"][1] > 20
+    table = make_table(tiers, tmp_path, **options)
+    assert table.dram.stats().bytes_rows == 160 * table.dram.capacity
+    assert fit(table, stream(40), depth=3, pull_window=2) == expected
+    table.dram.check()
+    if table.store is not None:
+        assert table.dram.stats().evictions > 0
+        table.commit()
+        table.close()
+        again = make_table(tiers, tmp_path, **options)
+        assert state_of(again) | {"expired": 0} == expected | {"expired": 0}
+
+
 def test_counted_by_hand() -> None:
     table = tc.Table(DIM, tc.SGD(lr=0.1), statistics=ALL, mem="1MB")
     bag = tc.EmbeddingBag(table, 2)

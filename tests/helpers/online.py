@@ -48,14 +48,14 @@ def stream(steps: int, seed: int = 0, fields: int = 2) -> list[tc.Batch]:
 def make_table(tiers: str, folder: Path | str, **options: Any) -> tc.Table:
     """Make a table: "reference", or in the tiers "mem", "ssd", "hbm" or "hbm-ssd", with room for a part of the rows."""
     options = {"optimizer": tc.Adagrad(lr=0.5), "name": "t", "seed": 3, "statistics": ALL, "threads": 2} | options
-    optimizer = options.pop("optimizer")
+    optimizer, dim = options.pop("optimizer"), options.pop("dim", DIM)
     if tiers == "reference":
-        return tc.Table(DIM, optimizer, make_backend=ReferenceBackend.make, mem="1MB", **options)
+        return tc.Table(dim, optimizer, make_backend=ReferenceBackend.make, mem="1MB", **options)
     if "ssd" in tiers:
         options |= {"ssd": Path(folder) / tiers, "ssd_options": SMALL}
     if "hbm" in tiers:
         options |= {"hbm": 20_000, "device": "interpreter"}
-    return tc.Table(DIM, optimizer, mem=34_000 if "ssd" in tiers else "1MB", **options)
+    return tc.Table(dim, optimizer, mem=34_000 if "ssd" in tiers else "1MB", **options)
 
 
 def train(table: Any, bag: Any, batches: Iterable[tc.Batch], *, scale: float = 1.0, accumulate: int = 1) -> None:

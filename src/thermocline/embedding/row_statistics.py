@@ -98,7 +98,7 @@ NO_STATISTICS = RowStatistics()
 
 
 def scores(values: Mapping[str, npt.NDArray[Any]], nonclick_coeff: float, click_coeff: float) -> Doubles:
-    """Return (show - click) * nonclick_coeff + click * click_coeff of each row, of what `RowStatistics.unpack` returns."""
+    """Return (show - click) * nonclick_coeff + click * click_coeff of each row; `values`: of `RowStatistics.unpack`."""
     show, click = values["show"].astype(np.float64), values["click"].astype(np.float64)
     result: Doubles = (show - click) * nonclick_coeff + click * click_coeff
     return result
