@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import resource
 import shutil
 import statistics
 import tempfile
@@ -108,10 +109,14 @@ def published(
     figures["mem_bytes"] = {name: snapshot.mem_bytes for name, snapshot in snapshots.items()}
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
     try:
         rates = rates_of({name: snapshot.lookup for name, snapshot in snapshots.items()}, keys, rng, rounds)
     finally:
         os.sched_setaffinity(0, cores)
+    figures["pages_read_from_disk"] = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults
+    if figures["pages_read_from_disk"]:
+        console.print(f"{figures['pages_read_from_disk']:,} pages were not in the page cache while lookups were timed")
     figures["keys_per_processor_second"] = {name: spread(values) for name, values in rates.items()}
     if "deltas" in parts:
         pairs = zip(rates["deltas"], rates["base"], strict=True)

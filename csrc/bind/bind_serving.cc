@@ -1,6 +1,7 @@
 // Python bindings of snapshot files and views; src/thermocline/serving is the Python package.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <string>
@@ -12,6 +13,7 @@
 #include "serving/snapshot_writer.h"
 #include "serving/view.h"
 #include "util/fs.h"
+#include "util/posix_file.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -78,7 +80,8 @@ void bind_serving(nb::module_& m) {
       .def(
           "__init__",
           [](SnapshotWriter* self, const nb::bytes& path, uint32_t row_bytes) {
-            new (self) SnapshotWriter(make_posix_fs(), to_string(path), row_bytes);
+            // Nothing is read: no ring is needed.
+            new (self) SnapshotWriter(make_posix_fs(IoEngine::kPread), to_string(path), row_bytes);
           },
           "path"_a, "row_bytes"_a)
       .def("append", append, "keys"_a, "rows"_a)
@@ -92,6 +95,15 @@ void bind_serving(nb::module_& m) {
       .def_prop_ro("rows", &SnapshotWriter::rows)
       .def_prop_ro("deleted", &SnapshotWriter::deleted)
       .def_prop_ro("bytes", &SnapshotWriter::bytes);
+
+  m.def(
+      "sync_files",
+      [](const std::vector<nb::bytes>& paths) {
+        std::vector<std::string> files;
+        for (const nb::bytes& path : paths) files.push_back(to_string(path));
+        unlocked([&] { sync_files(files); });
+      },
+      "paths"_a);
 
   // The lambdas drop the const of the shared pointer: nanobind holds non-const objects, and View has no other methods.
   auto held = [](std::shared_ptr<const View> view) { return std::const_pointer_cast<View>(std::move(view)); };

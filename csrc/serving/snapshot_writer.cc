@@ -81,7 +81,6 @@ void SnapshotWriter::finish() {
   std::memcpy(page.data() + sizeof(ssd::PageHeader), &header, sizeof(header));
   ssd::seal_page(page.data(), geometry_, nonce_, 0, ssd::PageKind::kHeader, 0);
   file_->pwrite(page.data(), geometry_.page_bytes, 0);
-  file_->datasync();
   file_.reset();
   finished_ = true;
 }

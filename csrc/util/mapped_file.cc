@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -45,6 +46,10 @@ MappedFile::~MappedFile() {
 
 void MappedFile::expect_random_reads() const {
   if (data_ != nullptr) ::madvise(const_cast<uint8_t*>(data_), size_, MADV_RANDOM);
+}
+
+void MappedFile::read_ahead(size_t offset, size_t bytes) const {
+  if (offset < size_) ::madvise(const_cast<uint8_t*>(data_) + offset, std::min(bytes, size_ - offset), MADV_WILLNEED);
 }
 
 }  // namespace thermocline

@@ -22,6 +22,8 @@ class MappedFile {
   const std::string& path() const { return path_; }
   // Tells the system that pages are read in no order: a page fault then reads one page.
   void expect_random_reads() const;
+  // Starts reading a part of the file into memory, in large reads. `offset` is a multiple of the page size.
+  void read_ahead(size_t offset, size_t bytes) const;
 
  private:
   std::string path_;

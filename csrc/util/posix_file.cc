@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <memory>
 #include <thread>
 
 #include "util/error.h"
@@ -52,6 +53,21 @@ int open_retry(const std::string& path, int flags) {
   do fd = ::open(path.c_str(), flags | O_CLOEXEC, 0644);
   while (fd < 0 && errno == EINTR);
   return fd;
+}
+
+void sync_files(const std::vector<std::string>& paths) {
+  std::vector<std::unique_ptr<Fd>> files;
+  for (const std::string& path : paths) {
+    files.push_back(std::make_unique<Fd>(open_retry(path, O_RDONLY)));
+    if (files.back()->get() < 0) throw_errno(errno, "opening " + path, Intent::kRead);
+    if (::sync_file_range(files.back()->get(), 0, 0, SYNC_FILE_RANGE_WRITE) != 0) errno = 0;  // fsync() writes, too
+  }
+  for (size_t i = 0; i < paths.size(); ++i) {
+    int rc;
+    do rc = ::fsync(files[i]->get());
+    while (rc != 0 && errno == EINTR);
+    if (rc != 0) throw_errno(errno, "fsync of " + paths[i], Intent::kWrite);
+  }
 }
 
 // O_DIRECT is set after opening: on a file system without it, open() with O_CREAT would fail and still leave the file.

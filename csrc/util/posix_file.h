@@ -1,5 +1,5 @@
 // Files of the operating system: system calls with retries, error translation, and O_DIRECT where it is available.
-// Used by posix_fs.cc and uring_queue.cc; all other code uses util/fs.h.
+// Used by posix_fs.cc and uring_queue.cc; all other code uses util/fs.h, except sync_files().
 #pragma once
 
 #include <unistd.h>
@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "util/posix_fs.h"
 
@@ -20,6 +21,9 @@ enum class Intent { kRead, kWrite };
 
 // Opens with O_CLOEXEC and retries EINTR. Returns the descriptor, or -1 with errno set.
 int open_retry(const std::string& path, int flags);
+
+// Makes files durable. Starts the writes of all before it waits for any: a journal then commits them together.
+void sync_files(const std::vector<std::string>& paths);
 
 // Owns a file descriptor.
 class Fd {

@@ -39,6 +39,7 @@ from thermocline.serving.version import (
     read_file,
     read_version,
     version_folder,
+    version_names,
     versions,
 )
 from thermocline.utils import atomic_file
@@ -330,7 +331,9 @@ class Publication:
                 files=tuple(_extra_file(path) for path in others),
                 formats=self.formats,
             )
-            _write_durably(temporary / MANIFEST, version.to_json())
+            (temporary / MANIFEST).write_bytes(version.to_json())
+            written = [MANIFEST, *(table.file for table in files), *(path.name for path in others)]
+            _core.sync_files([os.fsencode(temporary / name) for name in written])
             atomic_file.sync_folder(temporary)
             atomic_file.failpoint("publish.files_written")
             temporary.rename(self.path / version.folder)
@@ -338,14 +341,16 @@ class Publication:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        atomic_file.sync_folder(self.path)
         atomic_file.failpoint("publish.folder_renamed")
         self._set_current(Current(publication, version.number, rolled_back=False))
         return version
 
     def _set_current(self, current: Current) -> None:
+        """Replace CURRENT durably, after all that was renamed in the folder before."""
         self._pointer = None  # unknown if writing it fails
-        atomic_file.atomic_write(self.path / CURRENT, current.to_json())
+        atomic_file.atomic_write(
+            self.path / CURRENT, current.to_json(), before_rename=lambda: atomic_file.sync_folder(self.path)
+        )
         self._pointer = current
 
     def _read_pointer(self) -> Current:
@@ -361,15 +366,16 @@ class Publication:
 
     def _remove_leftovers(self) -> None:
         """Remove what a killed writer left: incomplete folders, and versions that never became current."""
-        for entry in os.scandir(self.path):
-            if entry.name.startswith(_TEMPORARY) or entry.name.endswith(".gone"):
-                shutil.rmtree(entry.path, ignore_errors=True)
-        folders = versions(self.path)
+        names = os.listdir(self.path)
+        for name in names:
+            if name.startswith(_TEMPORARY) or name.endswith(".gone"):
+                shutil.rmtree(self.path / name, ignore_errors=True)
+        folders = version_names(names)
         with contextlib.suppress(NotFoundError):
             current = self._read_pointer()
             if not current.rolled_back:
                 for number in [number for number in folders if number > current.number]:
-                    atomic_file.remove_folder(folders.pop(number))
+                    atomic_file.remove_folder(self.path / folders.pop(number))
         self._newest = max(folders, default=0)
 
 
@@ -400,18 +406,9 @@ def _table_file(table: TableRows, file: Path, writer: _core.SnapshotWriter, prec
     )
 
 
-def _write_durably(path: Path, content: bytes) -> None:
-    """Write a new file in a folder that no other process reads yet: no rename is needed."""
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _extra_file(path: Path) -> ExtraFile:
-    """Make a file durable, and describe it for the manifest."""
+    """Describe a file for the manifest."""
     with path.open("rb") as file:
-        os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256")
         return ExtraFile(name=path.name, bytes=os.fstat(file.fileno()).st_size, sha256=digest.hexdigest())
 

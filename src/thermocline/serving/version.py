@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -108,8 +109,14 @@ class Version:
 
     def to_json(self) -> bytes:
         """Return the manifest with its own digest."""
-        content = {"format": FORMAT, **dataclasses.asdict(self)}
-        return json.dumps({**content, "digest": _digest(content)}, indent=1).encode() + b"\n"
+        content = {"format": FORMAT, **_fields(self)}
+        content["tables"] = [_fields(table) for table in self.tables]
+        content["files"] = [_fields(file) for file in self.files]
+        return json.dumps({**content, "digest": _digest(content)}).encode() + b"\n"
+
+
+def _fields(value: Version | TableFile | ExtraFile) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -118,8 +125,13 @@ def _digest(content: dict[str, Any]) -> str:
 
 def versions(publication: Path) -> dict[int, Path]:
     """Return the folders of all complete versions by number."""
-    matches = (_FOLDER.fullmatch(name) for name in os.listdir(publication))
-    return {int(match[1]): publication / match[0] for match in matches if match}
+    return {number: publication / name for number, name in version_names(os.listdir(publication)).items()}
+
+
+def version_names(names: Iterable[str]) -> dict[int, str]:
+    """Return those names that a complete version has, by number."""
+    matches = (_FOLDER.fullmatch(name) for name in names)
+    return {int(match[1]): match[0] for match in matches if match}
 
 
 def version_folder(publication: Path, number: int) -> Path | None:

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from thermocline.errors import ConfigError, DiskFullError, IoError, StoreError
@@ -23,14 +23,18 @@ _MAX_NAME = 200
 _FREE_SPACE = "free some space, or choose a path on another disk, and try again"
 
 
-def atomic_write(path: Path, data: bytes) -> None:
-    """Write a file atomically and durably: write to a temporary file, sync, rename, sync the folder."""
+def atomic_write(path: Path, data: bytes, before_rename: Callable[[], None] = lambda: None) -> None:
+    """Write a file atomically and durably: write to a temporary file, sync, rename, sync the folder.
+
+    `before_rename` is called between the sync and the rename.
+    """
     with _temporary_file(path) as (temporary, descriptor):
         with open(descriptor, "wb", closefd=False) as file:
             file.write(data)
             failpoint("run.file_written")
             file.flush()
             os.fsync(descriptor)
+        before_rename()
         failpoint("run.file_synced")
         os.replace(temporary, path)
         failpoint("run.file_renamed")
@@ -107,7 +111,7 @@ def _remove_stale(path: Path) -> None:
     """Remove temporary files for `path` that no process has locked."""
     name = re.compile(re.escape(_prefix(path)) + r"[0-9a-f]{16}\.tmp")
     for entry in os.scandir(path.parent):
-        if name.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+        if entry.name.startswith(".") and name.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
             with contextlib.suppress(OSError):  # locked: in use; or removed by another process
                 descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
