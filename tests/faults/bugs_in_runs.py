@@ -133,9 +133,9 @@ PUBLISHING = [
     PythonMutant(
         "the version becomes current before it is complete",
         "serving/publication.py",
-        "            _write_durably(temporary / MANIFEST, version.to_json())\n",
+        "            (temporary / MANIFEST).write_bytes(version.to_json())\n",
         "            self._set_current(Current(publication, version.number, rolled_back=False))\n"
-        "            _write_durably(temporary / MANIFEST, version.to_json())\n",
+        "            (temporary / MANIFEST).write_bytes(version.to_json())\n",
         _PUBLICATION,
     ),
 ]

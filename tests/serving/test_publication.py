@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -17,10 +18,12 @@ import numpy as np
 import pytest
 
 from thermocline import serving
+from thermocline.core import _core
 from thermocline.embedding.key_hash import hash_keys
 from thermocline.errors import CorruptionError, LockError, NotFoundError, ThermoclineError
 from thermocline.serving import Publication, TableRows, sort_by_hash
 from thermocline.serving.row_format import encode
+from thermocline.utils import atomic_file
 
 DIM = 3
 RANGE = 2000
@@ -301,6 +304,35 @@ def test_lower_precision(tmp_path: Path, precision: str) -> None:
         encode(np.float32([[1e6, 0]]), "fp16")
     with pytest.raises(OverflowError):
         encode(np.float32([[np.inf, 0]]), "int8")
+
+
+def test_a_version_is_durable_before_current_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its files are synced, then its folder, then, after it was renamed, the folder of the publication."""
+    events: list[tuple[str, Any]] = []
+    sync_files, sync_folder = _core.sync_files, atomic_file.sync_folder
+
+    def files_synced(paths: list[bytes]) -> None:
+        sync_files(paths)
+        events.append(("files", {Path(os.fsdecode(path)).name for path in paths}))
+
+    def folder_synced(path: Path) -> None:
+        sync_folder(path)
+        current = json.loads((tmp_path / "CURRENT").read_text())["number"] if (tmp_path / "CURRENT").exists() else 0
+        events.append((path.name, (sorted(each.name for each in tmp_path.glob("v*")), current)))
+
+    monkeypatch.setattr(_core, "sync_files", files_synced)
+    monkeypatch.setattr(atomic_file, "sync_folder", folder_synced)
+    with Publication(tmp_path) as publication:
+        version = publication.publish_base(
+            [table_rows({1: np.float32([2.0])}, dim=1)], step=1, files={"extra.txt": b"x"}
+        )
+    written = {each.name for each in (tmp_path / version.folder).iterdir()}
+    assert written == {"manifest.json", "table-0.rows", "extra.txt"}
+    assert events[0] == ("files", written)
+    assert events[1][0].startswith(".tmp-")
+    assert events[2:] == [(tmp_path.name, ([version.folder], 0)), (tmp_path.name, ([version.folder], 1))]
+    with pytest.raises(NotFoundError):
+        sync_files([os.fsencode(tmp_path / "none")])
 
 
 @pytest.mark.parametrize("point", ["publish.files_written", "publish.folder_renamed", "run.file_written"])
