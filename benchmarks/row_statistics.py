@@ -67,7 +67,10 @@ class Run:
 
 
 def measure_steps(steps: int, examples: int, hidden: Sequence[int]) -> dict[str, Any]:
-    """Return processor seconds of a step of each side, and their ratios to the side without statistics."""
+    """Return processor seconds of a step of each side, and what it adds to the side without statistics.
+
+    That is the median, over batches, of the ratio of two steps on the same batch.
+    """
     counts = tc.Admission(count=3)
     runs = {
         name: Run(() if name == "none" else NAMES, counts if admission else None, hidden)
@@ -79,11 +82,15 @@ def measure_steps(steps: int, examples: int, hidden: Sequence[int]) -> dict[str,
             batch.prepared.clear()
             times[name].append(runs[name].step(batch))
     counted = {name: values[steps // 2 :] for name, values in times.items()}
-    medians = {name: statistics.median(values) for name, values in counted.items()}
+    ratios = {
+        name: [each / none for each, none in zip(values, counted["none"], strict=True)]
+        for name, values in counted.items()
+    }
     return {
         "hidden": list(hidden),
         "seconds": {name: spread(values) for name, values in counted.items()},
-        "added": {name: median / medians["none"] - 1 for name, median in medians.items() if name != "none"},
+        "ratios": {name: spread(values) for name, values in ratios.items() if name != "none"},
+        "added": {name: statistics.median(values) - 1 for name, values in ratios.items() if name != "none"},
     }
 
 
