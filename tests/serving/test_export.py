@@ -127,7 +127,7 @@ def test_a_delta_reads_the_version_before_it_once_whatever_their_number(
     with contextlib.closing(tc.Table(4, tc.SGD(lr=0.1), mem="8MB", ssd=tmp_path / "ssd")) as table:
         train(table, 0)
         publish_table(table, path, step=1)
-        for name in ("read_current", "read_version", "versions"):
+        for name in ("read_current", "read_version", "version_names", "versions"):
             original = getattr(publication_module, name)
 
             def count(*arguments: Any, name: str = name, original: Any = original) -> Any:
@@ -139,7 +139,7 @@ def test_a_delta_reads_the_version_before_it_once_whatever_their_number(
             train(table, step, steps=1)
             calls.clear()
             publish_table(table, path, step=step, delta=True)
-            assert sorted(calls) == ["read_current", "read_version", "versions"]
+            assert sorted(calls) == ["read_current", "read_version", "version_names"]
         expect_rows(path, table)
 
 
