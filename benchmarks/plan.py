@@ -48,7 +48,8 @@ KINDS = ("memory", "memory + SSD", "2 ranks", "memory", "2 ranks, memory + SSD",
 """Kinds of the trainings, in this order, repeated."""
 SECONDS = 2.0
 """Predicted duration of the measured steps."""
-MOST_WARM_STEPS = 2000
+WARM_SECONDS = 60.0
+"""Longest predicted duration of the warm steps."""
 
 
 def draw_training(rng: random.Random, kind: str) -> Training:
@@ -60,7 +61,7 @@ def draw_training(rng: random.Random, kind: str) -> Training:
     fields = rng.randint(6, 40)
     ranks, ssd = (2 if "ranks" in kind else 1), "SSD" in kind
     return Training(
-        keys=log_uniform(300_000, 600_000 if ssd else 1_500_000),
+        keys=log_uniform(1_200_000, 2_400_000) if ssd else log_uniform(300_000, 1_500_000),
         fields=fields,
         nonzeros=fields * rng.choice((1, 1, 2, 3)),
         zipf=rng.choice((0.9, 1.05, 1.2)),
@@ -85,13 +86,13 @@ def with_steps(training: Training, predicted: StepCost, keys: KeyDistribution, m
     steps = round(min(600, max(12, SECONDS / predicted.seconds)))
     warm = 20
     if mem_rows < training.keys:
-        warm = min(MOST_WARM_STEPS, max(60, 3 * steps_to_fill(training, keys, mem_rows)))
+        warm = max(60, 3 * steps_to_fill(training, keys, mem_rows, round(WARM_SECONDS / 3 / predicted.seconds)))
     return dataclasses.replace(training, steps=steps, warm=warm)
 
 
-def steps_to_fill(training: Training, keys: KeyDistribution, mem_rows: float) -> int:
-    """Return the steps after which as many keys were used as DRAM has rows, at most `MOST_WARM_STEPS`."""
-    numbers = range(1, MOST_WARM_STEPS)
+def steps_to_fill(training: Training, keys: KeyDistribution, mem_rows: float, most: int) -> int:
+    """Return the steps after which as many keys were used as DRAM has rows, at most `most`."""
+    numbers = range(1, most)
     return 1 + bisect.bisect_left(
         numbers, mem_rows, key=lambda steps: keys.unique_keys(training.batch * training.ranks * steps)
     )
