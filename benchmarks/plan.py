@@ -21,6 +21,7 @@ import argparse
 import bisect
 import dataclasses
 import json
+import math
 import os
 import random
 import subprocess
@@ -33,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import Claim, console, environment, noise, print_claims, write_json
-from plan_training import Training
+from plan_training import MIN_LOG_BYTES, Training
 
 from thermocline.models import row_dim
 from thermocline.planner.cache_model import KeyDistribution
@@ -47,7 +48,9 @@ WITHIN = 0.2
 KINDS = ("memory", "memory + SSD", "2 ranks", "memory", "2 ranks, memory + SSD", "memory")
 """Kinds of the trainings, in this order, repeated."""
 SECONDS = 2.0
-"""Predicted duration of the measured steps."""
+"""Predicted duration of the measured steps, without SSD."""
+MERGE_SECONDS = 20.0
+"""Longest predicted duration of the measured steps with SSD: they put as many rows as four logs, which are merged."""
 WARM_SECONDS = 60.0
 """Longest predicted duration of the warm steps."""
 
@@ -82,10 +85,12 @@ def draw_training(rng: random.Random, kind: str) -> Training:
 
 
 def with_steps(training: Training, predicted: StepCost, keys: KeyDistribution, mem_rows: float) -> Training:
-    """Set steps for `SECONDS`, and warm steps: with SSD, until DRAM has been filled several times and merging runs."""
+    """Set steps for `SECONDS`, with SSD for several merges, and warm steps, until DRAM was filled several times."""
     steps = round(min(600, max(12, SECONDS / predicted.seconds)))
     warm = 20
     if mem_rows < training.keys:
+        merges = math.ceil(4 * 0.1 * training.keys / predicted.figures["from_disk"])
+        steps = max(steps, min(merges, round(MERGE_SECONDS / predicted.seconds)))
         warm = max(60, 3 * steps_to_fill(training, keys, mem_rows, round(WARM_SECONDS / 3 / predicted.seconds)))
     return dataclasses.replace(training, steps=steps, warm=warm)
 
@@ -138,14 +143,15 @@ class Probes:
 def compare(training: Training, hardware: Hardware, folder: Path, probes: Probes) -> dict[str, Any]:
     work = workload_of(training.config())
     rows = mem_rows(training)
-    predicted = predict(work, Cluster(mem_rows=rows, ranks=training.ranks), hardware)
+    cluster = Cluster(mem_rows=rows, ranks=training.ranks, min_log_bytes=MIN_LOG_BYTES)
+    predicted = predict(work, cluster, hardware)
     training = with_steps(training, predicted, work.key_distribution, rows)
     before = probes()
     with tempfile.TemporaryDirectory(dir=folder) as name, noise() as others:
         measured = run(training, Path(name))
     slowdown = {"before": before, "after": probes()}
     if training.share < 1:  # with the number of rows that fit the budget in bytes
-        predicted = predict(work, Cluster(mem_rows=measured["mem_rows"], ranks=training.ranks), hardware)
+        predicted = predict(work, dataclasses.replace(cluster, mem_rows=measured["mem_rows"]), hardware)
     return {
         "training": dataclasses.asdict(training),
         "measured": {**measured, **others, "slower": slowdown},

@@ -26,6 +26,8 @@ from thermocline.models import build, row_dim
 from thermocline.training.callbacks import Callback
 from thermocline.training.run import dense_optimizers, row_optimizer
 
+MIN_LOG_BYTES = 1 << 20
+"""Of the store: less than by default, so that small stores merge within a short training."""
 COMMON = """
 [data]
 format = "synth"
@@ -159,7 +161,7 @@ def main(training: Training, folder: Path) -> None:
     dim, optimizer = row_dim(config.model), row_optimizer(config)
     ssd = None if training.share == 1 else folder / "rows"
     options: dict[str, Any] = {"mem": training.memory() // world, "ssd": ssd, "device": "cpu", "lookahead": 0}
-    options |= {"ssd_mem": max(32 << 20, 8 * training.keys), "ssd_options": {"min_log_bytes": 1 << 20}}
+    options |= {"ssd_mem": max(32 << 20, 8 * training.keys), "ssd_options": {"min_log_bytes": MIN_LOG_BYTES}}
     if groups is None:
         table = tc.Table(dim, optimizer, **options)
     else:
