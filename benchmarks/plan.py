@@ -21,6 +21,7 @@ import argparse
 import bisect
 import dataclasses
 import json
+import math
 import os
 import random
 import subprocess
@@ -33,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import Claim, console, environment, noise, print_claims, write_json
-from plan_training import Training
+from plan_training import MIN_LOG_BYTES, Training
 
 from thermocline.models import row_dim
 from thermocline.planner.cache_model import KeyDistribution
@@ -47,8 +48,11 @@ WITHIN = 0.2
 KINDS = ("memory", "memory + SSD", "2 ranks", "memory", "2 ranks, memory + SSD", "memory")
 """Kinds of the trainings, in this order, repeated."""
 SECONDS = 2.0
-"""Predicted duration of the measured steps."""
-MOST_WARM_STEPS = 2000
+"""Predicted duration of the measured steps, without SSD."""
+MERGE_SECONDS = 20.0
+"""Longest predicted duration of the measured steps with SSD: they put as many rows as four logs, which are merged."""
+WARM_SECONDS = 60.0
+"""Longest predicted duration of the warm steps."""
 
 
 def draw_training(rng: random.Random, kind: str) -> Training:
@@ -60,7 +64,7 @@ def draw_training(rng: random.Random, kind: str) -> Training:
     fields = rng.randint(6, 40)
     ranks, ssd = (2 if "ranks" in kind else 1), "SSD" in kind
     return Training(
-        keys=log_uniform(300_000, 600_000 if ssd else 1_500_000),
+        keys=log_uniform(1_200_000, 2_400_000) if ssd else log_uniform(300_000, 1_500_000),
         fields=fields,
         nonzeros=fields * rng.choice((1, 1, 2, 3)),
         zipf=rng.choice((0.9, 1.05, 1.2)),
@@ -81,17 +85,19 @@ def draw_training(rng: random.Random, kind: str) -> Training:
 
 
 def with_steps(training: Training, predicted: StepCost, keys: KeyDistribution, mem_rows: float) -> Training:
-    """Set steps for `SECONDS`, and warm steps: with SSD, until DRAM has been filled several times and merging runs."""
+    """Set steps for `SECONDS`, with SSD for several merges, and warm steps, until DRAM was filled several times."""
     steps = round(min(600, max(12, SECONDS / predicted.seconds)))
     warm = 20
     if mem_rows < training.keys:
-        warm = min(MOST_WARM_STEPS, max(60, 3 * steps_to_fill(training, keys, mem_rows)))
+        merges = math.ceil(4 * 0.1 * training.keys / predicted.figures["from_disk"])
+        steps = max(steps, min(merges, round(MERGE_SECONDS / predicted.seconds)))
+        warm = max(60, 3 * steps_to_fill(training, keys, mem_rows, round(WARM_SECONDS / 3 / predicted.seconds)))
     return dataclasses.replace(training, steps=steps, warm=warm)
 
 
-def steps_to_fill(training: Training, keys: KeyDistribution, mem_rows: float) -> int:
-    """Return the steps after which as many keys were used as DRAM has rows, at most `MOST_WARM_STEPS`."""
-    numbers = range(1, MOST_WARM_STEPS)
+def steps_to_fill(training: Training, keys: KeyDistribution, mem_rows: float, most: int) -> int:
+    """Return the steps after which as many keys were used as DRAM has rows, at most `most`."""
+    numbers = range(1, most)
     return 1 + bisect.bisect_left(
         numbers, mem_rows, key=lambda steps: keys.unique_keys(training.batch * training.ranks * steps)
     )
@@ -137,14 +143,15 @@ class Probes:
 def compare(training: Training, hardware: Hardware, folder: Path, probes: Probes) -> dict[str, Any]:
     work = workload_of(training.config())
     rows = mem_rows(training)
-    predicted = predict(work, Cluster(mem_rows=rows, ranks=training.ranks), hardware)
+    cluster = Cluster(mem_rows=rows, ranks=training.ranks, min_log_bytes=MIN_LOG_BYTES)
+    predicted = predict(work, cluster, hardware)
     training = with_steps(training, predicted, work.key_distribution, rows)
     before = probes()
     with tempfile.TemporaryDirectory(dir=folder) as name, noise() as others:
         measured = run(training, Path(name))
     slowdown = {"before": before, "after": probes()}
     if training.share < 1:  # with the number of rows that fit the budget in bytes
-        predicted = predict(work, Cluster(mem_rows=measured["mem_rows"], ranks=training.ranks), hardware)
+        predicted = predict(work, dataclasses.replace(cluster, mem_rows=measured["mem_rows"]), hardware)
     return {
         "training": dataclasses.asdict(training),
         "measured": {**measured, **others, "slower": slowdown},

@@ -26,6 +26,8 @@ from thermocline.models import build, row_dim
 from thermocline.training.callbacks import Callback
 from thermocline.training.run import dense_optimizers, row_optimizer
 
+MIN_LOG_BYTES = 1 << 20
+"""Of the store: less than by default, so that small stores merge within a short training."""
 COMMON = """
 [data]
 format = "synth"
@@ -73,8 +75,7 @@ class Training:
     every: int = 1
     """dist.dense_sync.every."""
     share: float = 1.0
-    """Fraction of the rows that fit in DRAM beside 8 MiB per rank for those of the batches in flight; 1: all rows,
-    without SSD."""
+    """Fraction of the rows that fit in DRAM, which has at least 8 MiB per rank; 1: all rows, without SSD."""
     warm: int
     steps: int
 
@@ -88,7 +89,7 @@ class Training:
         config = self.config()
         dim = row_dim(config.model)
         row_bytes = 4 * (dim + row_optimizer(config).state_floats(dim))
-        return round(self.keys * self.share * (row_bytes + 60) * 1.05) + (8 << 20) * self.ranks
+        return max(round(self.keys * self.share * (row_bytes + 60) * 1.05), (8 << 20) * self.ranks)
 
 
 class Clock(Callback):
@@ -159,8 +160,8 @@ def main(training: Training, folder: Path) -> None:
     )  # fmt: skip
     dim, optimizer = row_dim(config.model), row_optimizer(config)
     ssd = None if training.share == 1 else folder / "rows"
-    options: dict[str, Any] = {"mem": training.memory() // world, "ssd": ssd, "device": "cpu"}
-    options |= {"ssd_mem": max(32 << 20, 8 * training.keys), "ssd_options": {"min_log_bytes": 1 << 20}}
+    options: dict[str, Any] = {"mem": training.memory() // world, "ssd": ssd, "device": "cpu", "lookahead": 0}
+    options |= {"ssd_mem": max(32 << 20, 8 * training.keys), "ssd_options": {"min_log_bytes": MIN_LOG_BYTES}}
     if groups is None:
         table = tc.Table(dim, optimizer, **options)
     else:

@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import thermocline as tc
-import yaml
+
+try:
+    import yaml
+except ModuleNotFoundError:
+    sys.exit("port_fuxictr.py reads YAML files, which needs PyYAML: pip install pyyaml")
 
 MODELS = ("LR", "FM", "DNN", "WideDeep", "DeepFM", "DCN", "DCNv2", "DLRM", "AutoInt")
 MODEL_KEYS = {

@@ -77,6 +77,18 @@ def test_relative_links_resolve() -> None:
         assert [link for link in links if not resolves(link, page)] == [], page_id(page)
 
 
+def test_cited_documents_have_authors_title_and_year() -> None:
+    """In pages and in the texts of the experiments."""
+    rows = [row.split("|")[1:3] for row in (ROOT / "docs/references.md").read_text().splitlines() if ": *" in row]
+    documents = {name.strip(): text for name, text in rows}
+    assert [name for name, text in documents.items() if not re.search(r"[A-Z]\. .+: \*.+\*\..* \d{4}", text)] == []
+    cited = set()
+    for page in [*PAGES, *(ROOT / "experiments").glob("*.py")]:
+        cited |= set(re.findall(r"([A-Z]\w+ (?:et al\.|and [A-Z]\w+)),? \(?(\d{4})\)", page.read_text()))
+    assert len(cited) >= 4
+    assert {f"{authors} ({year})" for authors, year in cited} - documents.keys() == set()
+
+
 def test_every_page_is_in_the_index() -> None:
     for index in (ROOT / "docs/README.md", ROOT / "docs/benchmarks/README.md"):
         linked = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", index.read_text())}

@@ -6,6 +6,7 @@ import pytest
 from helpers.config import EXAMPLE
 
 from thermocline.config.loader import flatten
+from thermocline.config.publish import SERVED
 from thermocline.config.resume import MAY_CHANGE, check_resume, differences
 from thermocline.config.schema import Config
 from thermocline.embedding.admission import Admission
@@ -36,6 +37,15 @@ def test_resumed_run_may_change_its_expiry() -> None:
     statistics = Config.parse(EXAMPLE, ['rows.statistics=["show"]']).resolve()
     with pytest.raises(ConfigError, match=r"cannot be resumed with rows.statistics from \[\] to \[\"show\"\]"):
         check_resume(old, statistics, "run")
+
+
+def test_resumed_run_may_change_what_it_publishes() -> None:
+    old, new = (
+        Config.parse(EXAMPLE, ['publish.folder="served"', *(f"publish.{name}={value}" for name, value in keys)])
+        for keys in ((), [("min_norm", 0.5), ("max_rows", 9), ("min_frequency", 2), ("min_score", 1.5)])
+    )
+    changed = [line.split()[0] for line in check_resume(old.resolve(), new.resolve(), "run")]
+    assert changed == [f"publish.{name}" for name in SERVED]
 
 
 def test_resumed_run_may_change_some_keys() -> None:

@@ -268,6 +268,23 @@ def test_column_that_differs_in_every_row_gives_a_warning(tmp_path: Path, ending
     assert reader.fields == 1
 
 
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_column_of_lists_without_a_separator_gives_a_warning(tmp_path: Path, ending: str) -> None:
+    write: Any = write_csv if ending == "csv" else write_parquet
+    rng = np.random.default_rng(0)
+    tags = ["|".join(f"tag{i}" for i in rng.choice(8, rng.integers(1, 5), replace=False)) for _ in range(300)]
+    names = [f"city {i // 2}, state {i // 2 % 50}" for i in range(300)]  # as many elements as values
+    path = write(tmp_path / f"a.{ending}", {"label": [0, 1] * 150, "genres": tags, "place": names})
+    words = rf"a\.{ending}: column 'genres' has values such as 'tag.*\|.*set data\.separators = \{{ genres = \"\|\" \}}"
+    with pytest.warns(UserWarning, match=words) as caught:
+        tc.Reader(path, batch_size=9, ignore=[])
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tc.Reader(path, batch_size=9, separators={"genres": "|"})
+        tc.Reader(path, batch_size=9, categorical=["genres", "place"])
+
+
 # ---- labels
 
 

@@ -102,6 +102,13 @@ def train_local(groups: Groups) -> list[Any]:
         ddp(batch)
     except RuntimeError as error:
         refused.append(str(error))
+    tiers = tc.Tiers(mem="1MB")
+    tables = [tiers.table(name, 4, tc.SGD(lr=0.1)) for name in ("a", "b")]
+    try:
+        bags = tc.EmbeddingBags([tc.EmbeddingBag(table, [table.name]) for table in tables])
+        bags(tc.Batch.from_lists([[1, 2]], names=("a", "b")))
+    except RuntimeError as error:
+        refused.append(str(error))
     model.eval()
     with torch.no_grad():
         ddp(batch)  # reading is allowed
@@ -113,7 +120,9 @@ def train_local(groups: Groups) -> list[Any]:
 
 def test_local_table_over_ranks_is_refused() -> None:
     for result in run_ranks(PAIR, train_local):
-        message, *steps = result
+        message, shared, *steps = result
+        assert "table 'a' is trained by 2 ranks" in shared
+        assert 'tc.Tiers(table_options={"per_rank": True})' in shared
         assert "table 'ads' is trained by 2 ranks of torch.distributed" in message
         assert "tc.ShardedTable(..., groups=tc.join_ranks())" in message
         assert "per_rank=True" in message

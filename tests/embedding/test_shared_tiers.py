@@ -320,6 +320,33 @@ def test_statistics_are_counted_per_table() -> None:
         assert {key: value.tolist() for key, value in counted.items()} == {k: v.tolist() for k, v in wanted.items()}
 
 
+@pytest.mark.parametrize(
+    "rule", [{"unused_steps": 1}, {"max_rows": 7, "order": "frequency"}, {"min_norm": 0.2}], ids=str
+)
+def test_expired_rows_are_those_of_a_separate_table(rule: Any) -> None:
+    scenario, data = Scenario(11, tc.SGD(lr=0.1), statistics=["frequency", "last_step"]), batches(3)
+    ours, theirs = scenario.shared(), scenario.separate()
+    for world in (ours, theirs):
+        train(world, data, used=0.7)
+    deleted = [world.tables["t1"].expire(tc.Expiry(every=1, **rule)) for world in (ours, theirs)]
+    assert deleted[0] == deleted[1] > 0
+    assert ours.trained_ids() == theirs.trained_ids()
+    require_equal(ours, theirs, train(ours, data), train(theirs, data))
+
+
+def test_expiry_of_tables_that_are_stored_together() -> None:
+    tiers = tc.Tiers(mem="4MB")
+    a, b = (tiers.table(name, 4, tc.SGD(lr=0.1), statistics=["show", "click"]) for name in "ab")
+    for table in (a, b):
+        table.load_rows([1, 2], np.ones((2, 4), np.float32))
+    with pytest.raises(
+        tc.ThermoclineError, match=r"table 'a': Expiry\.decay is 0\.5: .* tables \['b'\], .*expiry=\.\.\."
+    ):
+        a.expire(tc.Expiry(every=1, decay=0.5))
+    assert a.expire(tc.Expiry(every=1, min_norm=3.0)) == 2
+    assert [len(a), len(b)] == [0, 2]
+
+
 def test_batches_without_the_fields_of_some_tables() -> None:
     tiers = tc.Tiers(mem="4MB")
     a, b = (tc.EmbeddingBag(tiers.table(name, 4, tc.SGD(lr=0.5)), [name]) for name in "ab")
@@ -697,6 +724,7 @@ def test_tables_that_cannot_share_are_stored_alone() -> None:
     assert np.array_equal(alone[0].read([key]), wanted)
     bag = tc.EmbeddingBag(alone[0], 1)
     bag(tc.Batch.from_lists([[key]])).sum().backward()
+    assert alone[0].gradient_norm() == 2
     assert alone[0].step() is None  # it has a step of its own
     message = r"table 'plain' has id -5: ids .* are 0 to 2\^48 - 1\. For keys of 64 bits, .*tc\.Reader.* keys=\"hash\""
     with pytest.raises(IndexError, match=message):
@@ -740,8 +768,9 @@ def test_refusals() -> None:
     a.read([1])
     with pytest.raises(tc.ThermoclineError, match="table 'c': the budgets were divided at the first use"):
         tiers.table("c", 4, tc.SGD(lr=0.1))
-    with pytest.raises(tc.ThermoclineError, match=r"table 'a' is stored with tables \['b'\].*call tiers.step\(\)"):
-        a.step()
+    for method in ("step", "gradient_norm", "discard_gradients"):
+        with pytest.raises(tc.ThermoclineError, match=rf"'a' is stored with tables \['b'\].*call tiers\.{method}\(\)"):
+            getattr(a, method)()
     with pytest.raises(
         tc.ThermoclineError, match=r"tables \['a', 'b'\] are stored together and have one learning rate"
     ):

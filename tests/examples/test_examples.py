@@ -120,6 +120,12 @@ def test_ported_program(library: str, capsys: pytest.CaptureFixture[str], monkey
         assert float(difference) <= 1e-6
 
 
+def test_missing_yaml_is_an_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(SystemExit, match="pip install pyyaml"):
+        run(Path("port_fuxictr.py"))
+
+
 def test_a_program_that_is_run_again_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     run(Path("train_synth.py"))
     assert "done at step" in capsys.readouterr().out

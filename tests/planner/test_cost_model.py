@@ -15,6 +15,7 @@ from thermocline.errors import ConfigError
 from thermocline.planner.cache_model import KeyDistribution
 from thermocline.planner.cost_model import MAX_CORE_UTILIZATION, Cluster, CostTerm, StepCost, Workload, predict
 from thermocline.planner.hardware import Hardware, paper_node, scalar_tail
+from thermocline.planner.ssd_model import LARGE_STORE_WRITES, merge_writes
 
 # 2 keys in every example, and 8 of 8000 others on average: U(n) = 2 + 8000 * (1 - 0.999^n).
 KEYS = KeyDistribution(np.array([2.0, 8000.0]), np.array([1.0, 0.001]))
@@ -103,8 +104,9 @@ def test_missing_rows_cost_page_reads_and_writes() -> None:
     density = wanted / pages
     expected = sum(density * (1 - density) ** gap * (gap + 1) for gap in range(5)) + 4 * (1 - density) ** 5
     assert seconds(prediction, "read pages") == pytest.approx(wanted * expected * 1e-6)
-    assert seconds(prediction, "write evicted rows") == pytest.approx(missing * 72 * 5 / 0.5e9)
-    touched = wanted + missing * 72 * 5 / 4096
+    written = missing * 72 * 5 * merge_writes(8002 * 72) / LARGE_STORE_WRITES
+    assert seconds(prediction, "write evicted rows") == pytest.approx(written / 0.5e9)
+    touched = wanted + written / 4096
     lookup = term_of(prediction, "look up and verify")
     assert lookup.processor_seconds == pytest.approx(missing * 5e-6 + touched * 1e-6)
     assert lookup.seconds == pytest.approx(0.5 * lookup.processor_seconds)  # the share of the pulling thread

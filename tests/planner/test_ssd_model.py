@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.planner import DISK, NODE
+from helpers.ssd import SMALL
 
 import thermocline as tc
 from thermocline.embedding.table_spec import LookAheadLimits
 from thermocline.planner import workload
 from thermocline.planner.cache_model import KeyDistribution
 from thermocline.planner.cost_model import Cluster, Workload, predict
-from thermocline.planner.ssd_model import missing_rows, page_reads, plan_lookahead
+from thermocline.planner.ssd_model import merge_writes, missing_rows, page_reads, plan_lookahead
 
 BATCH = 256
 
@@ -82,6 +83,24 @@ def test_the_limits_of_the_look_ahead() -> None:
     assert large.batches > 50 * small.batches
     assert large.reads < 0.5 * small.reads
     assert large.missing_rows < small.missing_rows
+
+
+@pytest.mark.parametrize("files", [1, 8])
+def test_bytes_written_by_merges_are_within_20_percent(tmp_path: Path, files: int) -> None:
+    rows, rng = 30_000, np.random.default_rng(0)
+    stored = rows * (56 + 8)
+    keys = rng.integers(0, 2**63, rows, dtype=np.uint64)
+    options = {**SMALL, "partition_bytes": stored // files * 4 // 3, "background_merge": False}
+    with tc.SsdStore.open(tmp_path, row_bytes=56, **options) as store:
+        store.put(keys, np.zeros((rows, 56), np.uint8))
+        store.merge()
+        for number in range(900):
+            if number == 300:
+                before = store.stats()
+            store.put(rng.choice(keys, 100, replace=False), np.zeros((100, 56), np.uint8))
+        after = store.stats()
+    measured = (after.bytes_written - before.bytes_written) / (after.bytes_put - before.bytes_put)
+    assert merge_writes(stored, 0, stored / files) == pytest.approx(measured, rel=0.2)
 
 
 def test_a_step_with_look_ahead() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from thermocline.config.loader import flatten
 from thermocline.config.messages import show_toml
+from thermocline.config.publish import Publish
 from thermocline.config.schema import Config
 from thermocline.embedding.admission import Admission
 from thermocline.embedding.expiry import Expiry
@@ -30,7 +31,7 @@ MAY_CHANGE = frozenset(
         *("train.dense_precision", "train.compile"),
         *("train.log_every", "train.tensorboard", "train.display", "train.run_dir", "train.graphs"),
         *("dist.hops", "dist.overlap", "dist.topology", "dist.timeout", "dist.busy_timeout", "dist.bind"),
-        *(f"publish.{name}" for name in ("folder", "every_steps", "every", "precision", "base_every", "on_error")),
+        *(f"publish.{field.name}" for field in dataclasses.fields(Publish)),  # it changes no bit of rows or weights
         "dist.dense_sync.exact",  # earlier builds saved their default, false
         *(f"train.schedule.{name}" for name in ("kind", "warmup_steps", "decay_steps", "factor", "floor")),
     }

@@ -1,7 +1,8 @@
 """Checks of a sample of the training data: columns that are read differently than their user expects.
 
 A column of timestamps as categories has a key per second, and none of them occurs again; a column that differs in every
-row identifies rows. Both train without an error, and predict nothing.
+row identifies rows; a list of tags as one category has a key per combination. They train without an error, and predict
+nothing or little.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from thermocline.utils.text_format import plural
 SAMPLE_ROWS = 5000
 _UNIQUE_ROWS = 100
 """Rows from which a column whose values all differ gives a warning."""
+_LIST_ROWS = 100
+_LIST_SEPARATORS = "|;,"
 _TIME = re.compile(r"\s*\d{4}[-/]\d{2}[-/]\d{2}([T ]\d{2}:\d{2}\S*( ?\S+)?)?\s*")
 
 Values = Mapping[str, Sequence[str]]
@@ -29,7 +32,7 @@ Values = Mapping[str, Sequence[str]]
 
 
 def check_columns(values: Values, columns: Sequence[Column], data: Data, name: str) -> None:
-    """Raise DataError for a column of times that has no bucket; warn about columns that differ in every row.
+    """Raise DataError for a column of times that has no bucket; warn of columns of lists, and that differ in every row.
 
     values   of the categorical columns without separator, in the first rows of the file `name`
     """
@@ -39,13 +42,34 @@ def check_columns(values: Values, columns: Sequence[Column], data: Data, name: s
             continue
         if column.name not in (data.categorical or ()) and all(map(_TIME.fullmatch, texts)):
             raise DataError(times_as_keys(name, column.name, f"has times such as {texts[0].strip()!r}"))
-        if len(texts) >= _UNIQUE_ROWS and len(set(texts)) == len(texts):
+        if column.name not in (data.categorical or ()) and (separator := list_separator(texts)):
+            example = next(text for text in texts if separator in text)
+            warnings.warn(
+                f"{name}: column {column.name!r} has values such as {example!r}, each of which is one category: if "
+                f'they are lists, set data.separators = {{ {column.name} = "{separator}" }}; if not, add the column to '
+                "data.categorical",
+                stacklevel=2,
+            )
+        elif len(texts) >= _UNIQUE_ROWS and len(set(texts)) == len(texts):
             warnings.warn(
                 f"{name}: column {column.name!r} has a different value in each of the first "
                 f"{plural(len(texts), 'row')}: if it identifies rows, the model cannot learn from it and each row "
                 f"needs memory; add it to data.ignore, or to data.numeric if it has numbers",
                 stacklevel=2,
             )
+
+
+def list_separator(texts: Sequence[str]) -> str | None:
+    """Return what separates the elements of lists; None: the values are no lists.
+
+    Lists combine few elements in many ways: there are more than twice as many values as elements.
+    """
+    values = set(texts) if len(texts) >= _LIST_ROWS else set()
+    for separator in _LIST_SEPARATORS:
+        lists = sum(separator in text for text in values)
+        if 5 * lists > len(values) > 2 * len({element for text in values for element in text.split(separator)}):
+            return separator
+    return None
 
 
 def times_as_keys(name: str, column: str, cause: str) -> str:

@@ -172,7 +172,8 @@ class EmbeddingBag(torch.nn.Module):
             raise RuntimeError(
                 f"table {self.table.name!r} is trained by {dist.get_world_size()} ranks of torch.distributed, but its "
                 "rows are not shared: they would differ between ranks. Use tc.ShardedTable(..., "
-                "groups=tc.join_ranks()), or tc.Table(..., per_rank=True) if each rank shall have rows of its own"
+                "groups=tc.join_ranks()), or, if each rank shall have rows of its own, tc.Table(..., per_rank=True) or "
+                'tc.Tiers(table_options={"per_rank": True})'
             )
 
     def _check_names(self, batch: Batch) -> None:

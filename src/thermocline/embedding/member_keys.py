@@ -10,14 +10,16 @@ the tables of a storage: two tables never share a key.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from thermocline.arrays import Keys
+from thermocline.arrays import Floats, Keys, Mask
 from thermocline.embedding.key_hash import table_mix
 
 if TYPE_CHECKING:
+    from thermocline.embedding.backend import Select
     from thermocline.embedding.initializers import Initial
 
 ID_BITS = 48
@@ -36,6 +38,21 @@ class Member:
     def prefix(self) -> int:
         """Top 16 bits of the keys of its rows."""
         return self.salt >> ID_BITS
+
+    def owns(self, keys: Keys) -> Mask:
+        """Return which keys of the storage are of this table."""
+        own: Mask = keys >> np.uint64(ID_BITS) == self.prefix
+        return own
+
+    def select(self, select: Select) -> Select:
+        """Return a selection among the rows of this table: `select` is called with ids and their rows."""
+        salt = np.uint64(self.salt)
+
+        def chosen(pieces: Iterator[tuple[Keys, Floats]]) -> Keys:
+            own = ((keys, rows, self.owns(keys)) for keys, rows in pieces)
+            return select((keys[mine] ^ salt, rows[mine]) for keys, rows, mine in own) ^ salt
+
+        return chosen
 
 
 def salt_of(seed: int, table: int, storage: int) -> int:

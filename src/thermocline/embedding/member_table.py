@@ -12,7 +12,8 @@ import numpy as np
 from thermocline.arrays import Floats, Keys, as_keys
 from thermocline.embedding.bag_registry import BagRegistry
 from thermocline.embedding.batch_plan import BagSpec
-from thermocline.embedding.member_keys import ID_BITS, Member, member_keys
+from thermocline.embedding.expiry import Expiry
+from thermocline.embedding.member_keys import Member, member_keys
 from thermocline.embedding.merged_table import MergedTable
 from thermocline.embedding.open_table import OpenTable
 from thermocline.embedding.optimizers import Optimizer
@@ -146,12 +147,19 @@ class MemberTable:
 
     def own_rows(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Return which of the keys in the tiers are of this table."""
-        own: npt.NDArray[np.bool_] = keys >> np.uint64(ID_BITS) == self.member.prefix
-        return own if self._merged else np.ones(len(keys), np.bool_)
+        return self.member.owns(keys) if self._merged else np.ones(len(keys), np.bool_)
 
     def ids_of(self, keys: Keys) -> Keys:
         """Return the ids of keys of this table in the tiers."""
         return keys ^ np.uint64(self.member.salt) if self._merged else keys
+
+    def expire(self, expiry: Expiry) -> int:
+        """Delete rows of this table by the rules of `expiry` now, between steps: see `Table.expire`.
+
+        Reads the rows of the tables that are stored with it too. The newest event time is that of all of them.
+        """
+        table = self.storage
+        return table.expire_member(self.member, expiry) if isinstance(table, MergedTable) else table.expire(expiry)
 
     def __len__(self) -> int:
         """Return the number of trained rows. Reads all rows."""
@@ -274,14 +282,26 @@ class MemberTable:
 
     def step(self, **arguments: Any) -> float | None:
         """Raise if other tables are stored with this one: `tiers.step()` is the step of all."""
-        table = self.storage
-        if isinstance(table, MergedTable) and len(table.spec.members) > 1:
-            others = [member.name for member in table.spec.members if member.name != self.name]
+        self._require_alone("step()", "which applies the gradients of all tables")
+        return self.storage.step(**arguments)
+
+    def gradient_norm(self) -> float:
+        """Raise if other tables are stored with this one: `tiers.gradient_norm()` is the joint norm of all."""
+        self._require_alone("gradient_norm()", "the joint norm of the gradients of all tables")
+        return self.storage.gradient_norm()
+
+    def discard_gradients(self) -> None:
+        """Raise if other tables are stored with this one: `tiers.discard_gradients()` drops those of all."""
+        self._require_alone("discard_gradients()", "which drops the gradients of all tables")
+        self.storage.discard_gradients()
+
+    def _require_alone(self, method: str, meaning: str) -> None:
+        members = self.storage.spec.members
+        if others := [member.name for member in members if member.name != self.name]:
             raise ThermoclineError(
-                f"table {self.name!r} is stored with tables {others}, which have the same step: call tiers.step(), "
-                "which applies the gradients of all tables"
+                f"table {self.name!r} is stored with tables {others}, and their gradients are collected together: call "
+                f"tiers.{method}, {meaning}"
             )
-        return table.step(**arguments)
 
     def tier_counts(self) -> Mapping[str, int]:
         """Return rows of training batches of the storage so far, by tier: see `Table.tier_counts`."""

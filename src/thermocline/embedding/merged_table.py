@@ -106,6 +106,18 @@ class MergedTable(Table):
         self._pooled_parts.clear()
         return super().expire(expiry)
 
+    def expire_member(self, member: Member, expiry: Expiry) -> int:
+        """Delete rows of one of the tables: see `Table.expire`."""
+        if expiry.decay != 1 and len(self.spec.members) > 1:
+            others = [other.name for other in self.spec.members if other != member]
+            raise ThermoclineError(
+                f"table {member.name!r}: Expiry.decay is {expiry.decay}: it changes show and click of all rows, also "
+                f"those of tables {others}, which are stored with it: leave decay out, or declare the table by "
+                "tiers.table(..., expiry=...): it then has a storage of its own"
+            )
+        self._pooled_parts.clear()
+        return self._expire_now(expiry, member)
+
     # ---- rows by key: only through the members, which know their ids
 
     def write_member(self, keys: Keys, rows: Any, state: Any) -> None:

@@ -15,7 +15,8 @@ from thermocline.embedding.table import Table, row_tables
 class RowOptimizer(torch.optim.Optimizer):
     """Steps of tables with the learning rates of `param_groups`: one group per table, of its name.
 
-    `RowOptimizer(tiers)` has one group for tables of `tc.Tiers` that are stored together.
+    `RowOptimizer(tiers)` has one group for tables of `tc.Tiers` that are stored together, and none for the tables of
+    collections of `thermocline.torchrec`, which backward updates.
 
     `step()` calls `table.step(lr=group["lr"])` of each table, `zero_grad()` drops gradients that no step has applied.
     `state_dict` has the learning rates; the state of rows is in the tables. A group's parameter has no elements.
@@ -24,7 +25,9 @@ class RowOptimizer(torch.optim.Optimizer):
     def __init__(self, *tables: Table | MemberTable | Tiers) -> None:
         if not tables:
             raise ValueError("RowOptimizer() has no tables: give at least one")
-        self.tables = row_tables(tables)
+        self.tables = [table for table in row_tables(tables) if not table.updated_in_backward]
+        if not self.tables:
+            raise ValueError("RowOptimizer() has no tables: backward updates the rows of all tables given")
         groups = [
             {"params": [torch.nn.Parameter(torch.empty(0))], "lr": table.lr, "name": table.name}
             for table in self.tables

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from thermocline.embedding.precision import Kind, Precision
     from thermocline.embedding.row_statistics import RowStatistics, Statistic
     from thermocline.embedding.table import Table
-    from thermocline.embedding.table_storages import KeyKind, TableStorages
+    from thermocline.embedding.table_storages import KeyKind, TableModule, TableStorages
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(schema.Tiers))
 _PER_TABLE = ("name", "dim", "optimizer", "seed", "initial", "precision", "statistics", "expiry", "admission")
@@ -94,6 +94,7 @@ class Tiers(schema.Tiers):
         keys: KeyKind = "id",
         expiry: Expiry | None = None,
         admission: Admission | None = None,
+        module: TableModule | None = None,
     ) -> MemberTable:
         """Declare a table, which is used as a `tc.Table`. It is opened by the first use of any table.
 
@@ -101,6 +102,7 @@ class Tiers(schema.Tiers):
                  the other tables
         keys     "id": whole numbers below 2^48. "hash": any 64 bits, such as keys of `tc.Reader`; the table is then
                  stored alone, as are tables with `expiry`, `admission` or a learned quantization scale
+        module   of `add_module`: it applies the gradients of the table, which is stored with its other tables only
         Other arguments: see `tc.Table`.
         """
         from thermocline.embedding.initializers import Uniform
@@ -119,7 +121,11 @@ class Tiers(schema.Tiers):
             name, dim, optimizer, initial=Uniform() if initial is None else initial, seed=whole_number(seed, "seed"),
             precision=Precision.of(precision), statistics=RowStatistics.of(statistics),
         )  # fmt: skip
-        return self._storages.declare(spec, rows=rows, keys=keys, expiry=expiry, admission=admission)
+        return self._storages.declare(spec, rows=rows, keys=keys, expiry=expiry, admission=admission, module=module)
+
+    def add_module(self, module: TableModule) -> None:
+        """Let a module, such as a collection of `thermocline.torchrec`, declare its tables when the first is used."""
+        self._storages.add_module(module)
 
     @property
     def tables(self) -> dict[str, MemberTable]:
@@ -150,7 +156,7 @@ class Tiers(schema.Tiers):
         return math.hypot(*(table.gradient_norm() for table in self.row_tables))
 
     def step(self, *, lr: float | None = None, scale: float = 1.0, max_norm: float | None = None) -> float | None:
-        """Apply the gradients of all tables: see `Table.step`.
+        """Apply the gradients of all tables but those of modules, which do so in backward: see `Table.step`.
 
         max_norm   scale all gradients down if the joint norm over all tables is larger; returns the norm before
         """
@@ -159,7 +165,8 @@ class Tiers(schema.Tiers):
             norm = abs(scale) * self.gradient_norm()
             scale *= max_norm / norm if norm > max_norm else 1.0
         for table in self.row_tables:
-            table.step(lr=lr, scale=scale)
+            if not table.updated_in_backward:
+                table.step(lr=lr, scale=scale)
         return norm
 
     def discard_gradients(self) -> None:

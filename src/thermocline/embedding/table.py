@@ -28,6 +28,7 @@ from thermocline.embedding.batch_plan import (
 from thermocline.embedding.expiry import Expired, Expiry, Selection
 from thermocline.embedding.initializers import Initial, Uniform
 from thermocline.embedding.key_hash import ALL_KEYS, KeyPart
+from thermocline.embedding.member_keys import Member
 from thermocline.embedding.open_table import OpenTable
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.pending import PendingBatches
@@ -206,6 +207,9 @@ class Table(OpenTable):
         self._open_version()
         if not mem_overcommit:
             reserve_memory(self, repr(name), needed)
+
+    updated_in_backward: bool = False
+    """Whether a module, such as a collection of `thermocline.torchrec`, makes the steps, in backward passes."""
 
     # ---- gradients
 
@@ -557,17 +561,21 @@ class Table(OpenTable):
         All tiers are changed at once; files shrink at their next merge. A key that returns starts from its initial row,
         with statistics 0. Cost: one scan of all rows (docs/online.md). Collective over ranks: each deletes its own.
         """
+        return self._expire_now(expiry)
+
+    def _expire_now(self, expiry: Expiry, member: Member | None = None) -> int:
         self._require_no_gradients("expire()")
         if self._admission is not None and self.expiry is None:
             self._admission.require_no_planner("expire() of a table without expiry=...")
-        deleted = self._expire(expiry.checked(self.spec.statistics), ALL_KEYS)
+        deleted = self._expire(expiry.checked(self.spec.statistics), ALL_KEYS, member)
         self._history, self._history_begun = self._new_history(), True  # step_count alone does not tell these rows
         return deleted
 
-    def _expire(self, expiry: Expiry, part: KeyPart) -> int:
-        """Delete rows of a part of the keys; return their number."""
+    def _expire(self, expiry: Expiry, part: KeyPart, member: Member | None = None) -> int:
+        """Delete rows of a part of the keys, and of one of the tables that are stored together; return their number."""
         selection = Selection(expiry, self.spec, self.backend.statistics, self.step_count, part, self._total)
-        keys = self.backend.expire(selection, self.checkpoint_store, part)
+        select = selection if member is None else member.select(selection)
+        keys = self.backend.expire(select, self.checkpoint_store, part)
         self.expired.add(part, len(keys), selection.rows - len(keys), selection.seconds)
         if self._admission is not None and (len(keys) or self.groups is not None):
             self._admission.forget(keys)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from thermocline.config import schema
 from thermocline.embedding.admission import Admission
@@ -40,15 +41,34 @@ _ROW_OVERHEAD = 64
 _LEAST_MEM = 1 << 20
 
 
+class TableModule(Protocol):
+    """A module that declares tables when the first table is used, and applies their gradients in backward."""
+
+    def declare_tables(self) -> None:
+        """Declare the tables: `Tiers.table(..., module=self)`."""
+
+    def fill_tables(self) -> None:
+        """Load initial rows. Called once all tables are open."""
+
+
 class TableStorage:
     """Tables that are stored together, or one table alone. See `member_table.Storage`."""
 
-    def __init__(self, owner: TableStorages, spec: TableSpec, options: Mapping[str, Any], *, merged: bool) -> None:
+    def __init__(
+        self,
+        owner: TableStorages,
+        spec: TableSpec,
+        options: Mapping[str, Any],
+        *,
+        merged: bool,
+        module: TableModule | None,
+    ) -> None:
         """
         spec      layout of the rows; its name is that of the storage
         options   further arguments of `tc.Table`
+        module    the module that applies the gradients of its tables; None: `Tiers.step` does
         """
-        self.name, self.spec, self.merged = spec.name, spec, merged
+        self.name, self.spec, self.merged, self.module = spec.name, spec, merged, module
         self.bags: Any = MergedBags() if merged else BagRegistry()
         self.members: dict[str, MemberTable] = {}
         self.opened: Table | None = None
@@ -64,10 +84,10 @@ class TableStorage:
         assert self.opened is not None
         return self.opened
 
-    def fits(self, spec: TableSpec) -> bool:
-        """Return whether a table can be stored here too: equal learning rate, and keys of its own."""
+    def fits(self, spec: TableSpec, module: TableModule | None) -> bool:
+        """Return whether a table can be stored here too: equal steps and learning rate, and keys of its own."""
         other = self._salts.get(self._salt(spec.name) >> ID_BITS, spec.name)
-        return self.spec.optimizer == spec.optimizer and other == spec.name
+        return self.module is module and self.spec.optimizer == spec.optimizer and other == spec.name
 
     def reserve(self, name: str) -> None:
         """Give the keys of a table of the folder to no other table, whether it is declared or not."""
@@ -97,6 +117,7 @@ class TableStorage:
         else:
             self.opened = Table(**arguments)
             self.opened.use_bags(self.bags)
+        self.opened.updated_in_backward = self.module is not None
         self._open_members = set(self.members)
 
     def close(self) -> None:
@@ -126,6 +147,7 @@ class TableStorages:
         self.tables: dict[str, MemberTable] = {}
         """The declared tables by name."""
         self.is_open = False
+        self._modules: list[weakref.ref[TableModule]] = []
         self._lock = threading.Lock()
         self._recorded: dict[str, Any] | None = None
 
@@ -139,6 +161,7 @@ class TableStorages:
         keys: KeyKind,
         expiry: Expiry | None,
         admission: Admission | None,
+        module: TableModule | None = None,
     ) -> MemberTable:
         """Declare a table, before the first use of any."""
         name = spec.name
@@ -148,22 +171,28 @@ class TableStorages:
             raise ValueError(f"name is {name!r}: names that begin with {_PREFIX!r} are those of storages")
         if name == _RECORD:
             raise ValueError(f"name is {name!r}: the folder of tc.Tiers has a file of this name")
-        if self.is_open:
-            raise ThermoclineError(
-                f"table {name!r}: the budgets were divided at the first use of {next(iter(self.tables), None)!r}: "
-                "declare all tables before"
-            )
+        self._require_not_open(f"table {name!r}", "declare all tables before")
         own = keys == "hash" or expiry is not None or admission is not None or spec.precision.scale_lr > 0
         recorded = self._check_record(spec, own=own)
         if own:
             options = {"expiry": expiry, "admission": admission}
-            storage = self._storages[name] = TableStorage(self, spec, options, merged=False)
+            storage = self._storages[name] = TableStorage(self, spec, options, merged=False, module=module)
         else:
-            storage = self._shared(spec, recorded)
+            storage = self._shared(spec, recorded, module)
         table = self.tables[name] = storage.add(spec, rows)
         return table
 
-    def _shared(self, spec: TableSpec, recorded: str | None) -> TableStorage:
+    def add_module(self, module: TableModule) -> None:
+        """Let a module declare its tables when the first table is used."""
+        self._require_not_open("the tables of a module", "make the module before")
+        self._modules.append(weakref.ref(module))
+
+    def _require_not_open(self, subject: str, advice: str) -> None:
+        if self.is_open:
+            first = next(iter(self.tables), None)
+            raise ThermoclineError(f"{subject}: the budgets were divided at the first use of {first!r}: {advice}")
+
+    def _shared(self, spec: TableSpec, recorded: str | None, module: TableModule | None) -> TableStorage:
         """Return the storage of a table: the recorded one, or the first of its layout that fits."""
         layout = {key: value for key, value in spec.layout.items() if key != "initial"}
         digest = hashlib.blake2b(json.dumps(layout, sort_keys=True).encode(), digest_size=4).hexdigest()
@@ -173,13 +202,18 @@ class TableStorages:
             name = recorded or (base if number == 1 else f"{base}.{number}")
             if name not in self._storages:
                 merged = _with_name(spec, name)
-                self._storages[name] = TableStorage(self, merged, {}, merged=True)
+                self._storages[name] = TableStorage(self, merged, {}, merged=True, module=module)
                 for other, entry in (self._recorded or {}).items():
                     if entry["storage"] == name:
                         self._storages[name].reserve(other)
             storage = self._storages[name]
-            if storage.fits(spec):
+            if storage.fits(spec, module):
                 return storage
+            if recorded and storage.module is not module:
+                raise FormatError(
+                    f"table {spec.name!r} is stored in {self._tiers.ssd} with tables {list(storage.members)}, and rows "
+                    "that are stored together have one step: declare them in one collection, as before"
+                )
             if recorded:
                 raise FormatError(
                     f"table {spec.name!r} has {spec.optimizer}, but is stored in {self._tiers.ssd} with tables "
@@ -259,10 +293,16 @@ class TableStorages:
 
     def open(self) -> list[Table]:
         """Divide the budgets and open all storages, once. Return their tables."""
+        modules: list[TableModule] = []
         with self._lock:
             if not self.is_open:
+                modules = [module for each in self._modules if (module := each()) is not None]
+                for module in modules:
+                    module.declare_tables()
                 self._open()
-            return [storage.table for storage in self._storages.values()]
+        for module in modules:
+            module.fill_tables()
+        return [storage.table for storage in self._storages.values()]
 
     def _open(self) -> None:
         if not self.tables:

@@ -30,6 +30,7 @@ from thermocline.planner.calibrate_ranks import measure_ranks
 from thermocline.planner.dense_timing import time_dense_network
 from thermocline.planner.hardware import Cpu, Disk, Gpu, Hardware, LinkSpeeds
 from thermocline.planner.op_counter import reference_network_seconds
+from thermocline.planner.ssd_model import KEY_BYTES, LARGE_STORE_WRITES, merge_writes
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.ssd import SsdStats, SsdStore
 from thermocline.training.callbacks import Callback
@@ -283,11 +284,17 @@ def _measure_disk(folder: str | os.PathLike[str] | None, pull_row: float) -> Dis
         page_us=max(long.stats.page_cost_us, 1e-3),
         page_bytes=_PAGE_BYTES,
         write_gbs=write_gbs,
-        write_amplification=long.write_amplification,
+        write_amplification=long.write_amplification
+        * LARGE_STORE_WRITES
+        / merge_writes(_store_bytes(_DISK_DIMS[0]), 0),
         miss_row_ns=row * 1e9,
         miss_page_ns=page * 1e9,
         miss_thread_share=max(long.thread_share, 1e-3),
     )
+
+
+def _store_bytes(dim: int) -> int:
+    return _DISK_KEYS * (8 * dim + KEY_BYTES)
 
 
 class _MissCost(NamedTuple):

@@ -36,7 +36,16 @@ from thermocline.embedding.table_spec import LookAheadLimits, Policy
 from thermocline.errors import require
 from thermocline.planner.cache_model import KeyDistribution
 from thermocline.planner.hardware import Hardware, scalar_tail
-from thermocline.planner.ssd_model import KEY_BYTES, LookAheadPlan, missing_rows, page_reads, plan_lookahead
+from thermocline.planner.ssd_model import (
+    KEY_BYTES,
+    LARGE_STORE_WRITES,
+    MIN_LOG_BYTES,
+    LookAheadPlan,
+    merge_writes,
+    missing_rows,
+    page_reads,
+    plan_lookahead,
+)
 
 DenseOptimizer = Literal["sgd", "adagrad", "adam"]
 MAX_CORE_UTILIZATION = 0.87
@@ -127,6 +136,8 @@ class Cluster:
     """Rows that fit in the HBM tier of a GPU."""
     lookahead: LookAheadLimits | None = None
     """Limits of the look-ahead of a rank; None: rows are read window by window."""
+    min_log_bytes: int = MIN_LOG_BYTES
+    """Log size of the SSD store of a rank below which nothing is merged."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks"):
@@ -309,7 +320,9 @@ def _ssd_terms(work: Workload, cluster: Cluster, counts: _RowCounts, hardware: H
     disk, ahead = hardware.disk, counts.lookahead
     batches, stage = (work.window, "pull SSD") if ahead is None else (ahead.batches_together, "look-ahead")
     reads = page_reads(work, cluster.nodes, counts.from_disk * batches, disk)
-    evicted_bytes = counts.from_disk * (work.row_bytes + KEY_BYTES) * disk.write_amplification
+    entry_bytes = work.row_bytes + KEY_BYTES
+    stored = merge_writes(work.key_distribution.num_keys / cluster.world * entry_bytes, cluster.min_log_bytes)
+    evicted_bytes = counts.from_disk * entry_bytes * disk.write_amplification * stored / LARGE_STORE_WRITES
     cost = counts.from_disk * disk.miss_row_ns
     cost += (reads.pages / batches + evicted_bytes / disk.page_bytes) * disk.miss_page_ns
     lookup = _cpu_term(stage, cost, hardware, "look up and verify rows; evict and merge rows", cluster.ranks, 0.0)

@@ -88,7 +88,7 @@ class Disk:
     write_gbs: float
     """Large sequential writes, synced."""
     write_amplification: float
-    """Bytes written per byte of evicted rows, merging included."""
+    """Bytes written per byte of evicted rows, merging included, into a store of many base files."""
     miss_row_ns: float
     """Processor time to look up one row missing in DRAM, and to append and merge one evicted row."""
     miss_page_ns: float

@@ -37,6 +37,31 @@ _ROWS_SHARE = 3 / 4
 _MOST_BATCHES = 1 << 20
 
 
+_LOG_SHARE = 0.1
+"""Rows in the log of the SSD store per row in base files, when it merges: half of `max_log_ratio`."""
+_BASE_FILE_BYTES = 24 << 20
+"""Size of a base file: three quarters of the size at which it is split."""
+MIN_LOG_BYTES = 64 << 20
+"""Log size below which the store merges nothing."""
+
+
+def merge_writes(
+    store_bytes: float, min_log_bytes: float = MIN_LOG_BYTES, file_bytes: float = _BASE_FILE_BYTES
+) -> float:
+    """Return bytes written by log and merges per byte put into a store of this size.
+
+    The log has a share s of the rows of n base files, which are merged in turn: of the next one f = 2 s n / (n + 1).
+    A row is written to the log, then with 1 / f others of its base file: 1 + (1 + f) / f.
+    """
+    files = max(1.0, store_bytes / file_bytes)
+    merged = 2 * max(_LOG_SHARE, min_log_bytes / store_bytes) * files / (files + 1)
+    return 2 + 1 / merged
+
+
+LARGE_STORE_WRITES = 2 + 1 / (2 * _LOG_SHARE)
+"""`merge_writes` of a store of many base files."""
+
+
 class PageReads(NamedTuple):
     """Reads of one pass over the store."""
 

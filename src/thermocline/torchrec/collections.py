@@ -44,6 +44,7 @@ class _Collection(torch.nn.Module):
         mem: str | SupportsIndex | None,
         hbm: str | SupportsIndex | None,
         ssd: str | os.PathLike[str] | None,
+        tiers: Tiers | None,
         check_ids: bool,
         table_options: dict[str, Any] | None,
     ) -> None:
@@ -52,14 +53,17 @@ class _Collection(torch.nn.Module):
         self._budgets = {"mem": mem, "hbm": hbm, "ssd": ssd}
         self._check_ids = check_ids
         self._table_options = dict(table_options or {})
-        self._tiers: Tiers | None = None
+        given = [name for name, value in {**self._budgets, "table_options": table_options}.items() if value is not None]
+        if tiers is not None and given:
+            raise ValueError(f"both tiers and {', '.join(given)} are given: tc.Tiers has the budgets of its tables")
+        self._tiers = tiers
         rows = torch.nn.ModuleDict()
         for config, pooling in zip(self._configs, poolings, strict=True):
             if config.name in rows:
                 raise ValueError(f"Duplicate table name {config.name}: names of tables must be unique")
             check_config(config)
             precision_of(config)
-            rows[config.name] = TableRows(config, pooling, self._declare, optimizer, device or "cpu")
+            rows[config.name] = TableRows(config, pooling, self._open, optimizer, device or "cpu")
         self.add_module(self.attribute, rows)
         used = [feature for config in self._configs for feature in feature_names(config)]
         self._names = [
@@ -67,6 +71,8 @@ class _Collection(torch.nn.Module):
             for config in self._configs
         ]
         """Names of the outputs, by table."""
+        if tiers is not None:
+            tiers.add_module(self)
 
     @property
     def _rows(self) -> list[TableRows]:
@@ -80,7 +86,7 @@ class _Collection(torch.nn.Module):
     @property
     def tiers(self) -> Tiers:
         """The budget of all tables. Opens them."""
-        self._declare()
+        self._open()
         assert self._tiers is not None
         return self._tiers
 
@@ -103,19 +109,35 @@ class _Collection(torch.nn.Module):
 
     # ---- opening
 
-    def _declare(self) -> None:
-        """Declare all tables, as the budgets are divided by their sizes."""
-        if self._tiers is not None:
-            return
-        chosen = [(rows, rows.chosen_optimizer()) for rows in self._rows]
-        budgets = {name: value for name, value in self._budgets.items() if value is not None}
-        if self._budgets["mem"] is None:
-            budgets["mem"] = sum(_bytes_of(rows.config, optimizer) for rows, optimizer in chosen)
-        tiers = Tiers(**budgets, table_options=self._table_options)
+    def _open(self) -> None:
+        """Declare and open all tables, as the budgets are divided by their sizes."""
+        if self._tiers is None:
+            budgets = {name: value for name, value in self._budgets.items() if value is not None}
+            if self._budgets["mem"] is None:
+                budgets["mem"] = sum(_bytes_of(rows.config, rows.chosen_optimizer()) for rows in self._rows)
+            tiers = Tiers(**budgets, table_options=self._table_options)
+            tiers.add_module(self)
+            self._tiers = tiers
+        self._tiers.row_tables  # noqa: B018 - opens them
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        if self._tiers is not None and not any(rows.is_declared for rows in self._rows):
+            raise TypeError(
+                "a collection with tiers=... cannot be copied or pickled: names of the tables of tc.Tiers are unique. "
+                "Make another collection with a tc.Tiers of its own"
+            )
+        return super().__reduce_ex__(protocol)
+
+    def declare_tables(self) -> None:
+        """Declare the tables, whose optimizers must be known. Called by `tc.Tiers` at the first use of any table."""
+        assert self._tiers is not None
+        chosen = [(rows, rows.chosen_optimizer()) for rows in self._rows if not rows.is_declared]
         for rows, optimizer in chosen:
-            rows.declare(tiers, optimizer)
-        self._tiers = tiers
-        for rows, _ in chosen:
+            rows.declare(self._tiers, optimizer, self)
+
+    def fill_tables(self) -> None:
+        """Load initial rows that are no function of the id. Called by `tc.Tiers` once the tables are open."""
+        for rows in self._rows:
             rows.fill()
 
     # ---- forward and backward
@@ -163,7 +185,7 @@ class _Collection(torch.nn.Module):
                     "optimizer with one rate and are stored together: give them different rates before the first use"
                 )
             table.lr = next(iter(by_name.values()))
-        for table in self.tiers.row_tables:
+        for table in dict.fromkeys(rows.table.storage for rows in self._rows):
             if table.pending_gradients:
                 stepped = [rows for rows in self._rows if rows.table.storage is table]
                 table.step()
@@ -202,6 +224,7 @@ class EmbeddingBagCollection(_Collection):
         mem: str | SupportsIndex | None = None,
         hbm: str | SupportsIndex | None = None,
         ssd: str | os.PathLike[str] | None = None,
+        tiers: Tiers | None = None,
         check_ids: bool = False,
         table_options: dict[str, Any] | None = None,
     ) -> None:
@@ -212,6 +235,8 @@ class EmbeddingBagCollection(_Collection):
         optimizer     of rows whose parameter gets none by `apply_optimizer_in_backward`
         mem, hbm      bytes for all tables together (`tc.Tiers`); mem None: `num_embeddings` rows of each table fit
         ssd           folder for the rows beyond memory: a store for all tables of equal dim, optimizer and precision
+        tiers         a `tc.Tiers` in place of these: one budget for several collections and other tables. Rows of the
+                      collection are updated in backward, and are stored apart from those of other collections
         check_ids     raise IndexError for ids outside num_embeddings; else ids up to 2^48 - 1 have rows too
         table_options further arguments of `tc.Table`, for each store
         """
@@ -223,6 +248,7 @@ class EmbeddingBagCollection(_Collection):
             mem=mem,
             hbm=hbm,
             ssd=ssd,
+            tiers=tiers,
             check_ids=check_ids,
             table_options=table_options,
         )
@@ -266,6 +292,7 @@ class EmbeddingCollection(_Collection):
         mem: str | SupportsIndex | None = None,
         hbm: str | SupportsIndex | None = None,
         ssd: str | os.PathLike[str] | None = None,
+        tiers: Tiers | None = None,
         check_ids: bool = False,
         table_options: dict[str, Any] | None = None,
     ) -> None:
@@ -284,6 +311,7 @@ class EmbeddingCollection(_Collection):
             mem=mem,
             hbm=hbm,
             ssd=ssd,
+            tiers=tiers,
             check_ids=check_ids,
             table_options=table_options,
         )

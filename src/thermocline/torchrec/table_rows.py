@@ -12,6 +12,7 @@ from thermocline.embedding.batch_plan import Pooling
 from thermocline.embedding.member_table import MemberTable
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.shared_tiers import Tiers
+from thermocline.embedding.table_storages import TableModule
 from thermocline.torchrec.configs import feature_names, filled_rows, initial_of, precision_of
 from thermocline.torchrec.in_backward import RowParameter, attached_optimizer
 
@@ -28,13 +29,13 @@ class TableRows(torch.nn.Module):
     """
 
     def __init__(
-        self, config: Any, pooling: Pooling, declare_all: Callable[[], None], optimizer: Optimizer | None, device: Any
+        self, config: Any, pooling: Pooling, open_all: Callable[[], None], optimizer: Optimizer | None, device: Any
     ) -> None:
         super().__init__()
         self.config = config
         self.features = feature_names(config)
         self._pooling: Pooling = pooling
-        self._declare_all, self._optimizer = declare_all, optimizer
+        self._open_all, self._optimizer = open_all, optimizer
         self.weight = RowParameter(torch.empty(0, config.embedding_dim, device=device))
         self.weight.table = config.name
         self.bags = torch.nn.ModuleList()
@@ -46,11 +47,16 @@ class TableRows(torch.nn.Module):
 
     @property
     def table(self) -> MemberTable:
-        """The table. The first use declares all tables of the collection."""
+        """The table. The first use declares and opens all tables of the collection."""
         if self._table is None:
-            self._declare_all()
+            self._open_all()
         assert self._table is not None
         return self._table
+
+    @property
+    def is_declared(self) -> bool:
+        """Whether the table has been declared."""
+        return self._table is not None
 
     def chosen_optimizer(self) -> Optimizer:
         """Return the optimizer of the rows. Raises if the parameter is on meta, or has none."""
@@ -68,21 +74,21 @@ class TableRows(torch.nn.Module):
             )
         return optimizer
 
-    def declare(self, tiers: Tiers, optimizer: Optimizer) -> None:
+    def declare(self, tiers: Tiers, optimizer: Optimizer, module: TableModule) -> None:
         """Declare the table, and make its bags."""
         config = self.config
         initial, filled = initial_of(config)
         self._filled = filled_rows(config, _FILL_LIMIT) if filled else None
         self._table = tiers.table(
             config.name, config.embedding_dim, optimizer, rows=config.num_embeddings, initial=initial,
-            precision=precision_of(config),
+            precision=precision_of(config), module=module,
         )  # fmt: skip
         self._attached = len(getattr(self.weight, "_optimizer_classes", []))
         lists = [[feature] for feature in self.features] if self._pooling == "none" else [self.features]
         self.bags.extend(EmbeddingBag(self._table, features, pooling=self._pooling) for features in lists)
 
     def fill(self) -> None:
-        """Open the table, and load its initial rows if they are no function of the id."""
+        """Load the initial rows if they are no function of the id."""
         rows, self._filled = self._filled, None
         if rows is not None and not self.table.in_store([0]).any():  # else a folder with rows of this table
             self.table.load_rows(torch.arange(len(rows)), rows)
@@ -117,7 +123,7 @@ class TableRows(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self._table is None and not self.weight.is_meta and (attached_optimizer(self.weight) or self._optimizer):
-            self._declare_all()  # so that the keys do not depend on the first use
+            self._open_all()  # so that the keys do not depend on the first use
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
@@ -129,5 +135,5 @@ class TableRows(torch.nn.Module):
             for i, bag in enumerate(self.bags):
                 state_dict[f"{prefix}bags.{i}._extra_state"] = bag.get_extra_state()
         elif self._table is None and any(name.startswith(f"{prefix}bags.") for name in state_dict):
-            self._declare_all()
+            self._open_all()
         super()._load_from_state_dict(state_dict, prefix, *more)

@@ -546,4 +546,9 @@ def tables_of(model: torch.nn.Module) -> list[Table]:
     names = [table.name for table in tables]
     if not tables or len(set(names)) != len(names):
         raise ValueError(f"the model's tables are {names}: it needs EmbeddingBags whose tables have unique names")
+    if any(table.updated_in_backward for table in tables):
+        raise ValueError(
+            "the model has a collection of thermocline.torchrec, whose rows backward updates: tc.Trainer would make "
+            "a second step: use its TrainPipelineSparseDist or an own loop, or tc.EmbeddingBag with tc.Trainer"
+        )
     return tables
