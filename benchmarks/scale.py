@@ -226,6 +226,7 @@ def checks(rows: list[int], worlds: list[int], folder: Path) -> tuple[dict[str, 
         found += measured.check_traffic(ranks, batch=64, dim=8)
     found.append(measured.check_connections(Ranks(1000, GPUS)))
     found += measured.check_sockets(64)
+    found.append(measured.check_connection_memory(32))
     table = Table("figure", "predicted", "measured", "ratio", "allowed", "")
     for check in found:
         allowed = f"{check.least:.3g} to {check.most:.3g}"

@@ -8,6 +8,7 @@ import thermocline as tc  # before torch: sets OMP_WAIT_POLICY
 import dataclasses
 import datetime
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -146,29 +147,53 @@ def check_connections(ranks: Ranks) -> Check:
     return Check(f"connections of a rank, {ranks.world} ranks", ranks.connections, COMMUNICATORS * planned, 1, 1)
 
 
-def check_sockets(world: int) -> list[Check]:
-    """Create Gloo's group of `world` ranks in this process: descriptors per rank after all-gather, then all-to-all."""
-    store, groups = dist.HashStore(), [None] * world
+class _GlooGroups:
+    """Gloo's group of all ranks, once for each of them, in this process."""
 
-    def connect(rank: int) -> None:
+    def __init__(self, world: int) -> None:
+        self.world, self._store = world, dist.HashStore()
+        self._groups: list[Any] = [None] * world
+        in_threads(world, self._connect)
+
+    def _connect(self, rank: int) -> None:
         options = dist.ProcessGroupGloo._Options()
         options._timeout = datetime.timedelta(seconds=120)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
-        groups[rank] = dist.ProcessGroupGloo(store, rank, world, options)
+        self._groups[rank] = dist.ProcessGroupGloo(self._store, rank, self.world, options)
 
-    def gather(rank: int) -> None:
-        groups[rank].allgather([[torch.zeros(1) for _ in range(world)]], [torch.zeros(1)]).wait()
+    def gather(self, rank: int) -> None:
+        self._groups[rank].allgather([[torch.zeros(1) for _ in range(self.world)]], [torch.zeros(1)]).wait()
 
-    def all_to_all(rank: int) -> None:
-        ones = [1] * world
-        groups[rank].alltoall_base(torch.zeros(world), torch.zeros(world), ones, ones).wait()
+    def all_to_all(self, rank: int) -> None:
+        ones = [1] * self.world
+        self._groups[rank].alltoall_base(torch.zeros(self.world), torch.zeros(self.world), ones, ones).wait()
 
+
+def check_connection_memory(world: int) -> Check:
+    """Compare the memory that the groups of all ranks take, per connection, with the most of the formula."""
+    before, groups = 0, []
+    for _ in range(2):  # the first takes memory that the process needs once, and keeps it
+        before = _resident_bytes()
+        groups.append(_GlooGroups(world))
+        in_threads(world, groups[-1].all_to_all)
+    per_connection = (_resident_bytes() - before) / (world * (world - 1))
+    ranks = Ranks(world, 1)
+    most = ranks.connection_bytes / ranks.connections
+    return Check(f"memory per connection of {world} ranks, of the most", most, per_connection, 0.1, 1.0)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def check_sockets(world: int) -> list[Check]:
+    """Create Gloo's group of `world` ranks in this process: descriptors per rank after all-gather, then all-to-all."""
     before = len(os.listdir("/proc/self/fd"))
-    in_threads(world, connect)
+    gloo = _GlooGroups(world)
     listening = len(os.listdir("/proc/self/fd"))
-    in_threads(world, gather)
+    in_threads(world, gloo.gather)
     gathered = len(os.listdir("/proc/self/fd"))
-    in_threads(world, all_to_all)
+    in_threads(world, gloo.all_to_all)
     total = len(os.listdir("/proc/self/fd"))
     return [
         Check(f"descriptors of a group of {world}, without connections", 4, (listening - before) / world, 1, 1),

@@ -103,8 +103,14 @@ class Repair {
     for (uint64_t epoch : epochs) {
       try {
         Manifest m = catalog_.read(epoch);
+        const bool trimmed = trim_segments(m);
         if (!uses_.add(m, ctx_.g))
           throw CorruptionError(manifest_name(epoch) + ": it contradicts the manifest of a newer commit");
+        if (trimmed) {
+          changed_.insert(epoch);
+          report_.rebuilt.push_back(
+              {manifest_name(epoch), "a segment has pages that neither its file nor an extent has"});
+        }
         manifests_.emplace(epoch, std::move(m));
       } catch (const CorruptionError& e) {
         report_.lost_commits.push_back({epoch, cause_of(e)});
@@ -127,6 +133,22 @@ class Repair {
     empty.partitions.emplace_back();
     manifests_.emplace(0, std::move(empty));
     changed_.insert(0);
+  }
+
+  // Lowers the pages of segments to the end of their extents where the file has fewer: a repaired file would have all
+  // of them, and a hostile manifest states terabytes. Returns whether there are such segments.
+  bool trim_segments(Manifest& m) {
+    std::map<uint64_t, uint64_t> ends;  // by file number
+    for (const ExtentRecord& e : m.extents)
+      ends[e.segment] = end_of_keys(e) + (e.tombstones ? 0 : ctx_.g.row_pages(e.rows));
+    bool trimmed = false;
+    for (SegmentRecord& s : m.segments) {
+      const uint64_t end = std::max<uint64_t>(ends[s.file], 1);
+      if (s.pages <= end || PageReader(ctx_, FileKind::kSegment, s.file, s.nonce).count() >= s.pages) continue;
+      s.pages = end;
+      trimmed = true;
+    }
+    return trimmed;
   }
 
   void report(FileKind kind, uint64_t number, const std::string& rebuild, const std::vector<LostPages>& lost,

@@ -418,6 +418,24 @@ TEST(StoreRepair, OpeningWithoutAValidManifestDoesNotAdviseARepair) {
   CHECK_THROWS(CorruptionError, repair_store(image.fs, kPath, kDryRun));
 }
 
+// A manifest that states more pages of a segment than its file and its extents have: they are not written.
+TEST(StoreRepair, PagesThatNoExtentHasAreNotWritten) {
+  const Image image = make_image(5);
+  const std::string& last = image.manifests.back();
+  ssd::Manifest m = ssd::Manifest::decode(image.fs->bytes(last), last, image.geometry);
+  m.segments.back().pages = 1u << 15;
+  image.fs->set_bytes(last, m.encode());
+  CHECK_THROWS(CorruptionError, SsdStore::open(image.fs, kPath, image.options.store));
+  const uint64_t before = image.fs->total_bytes();
+  const RepairReport report = repair_store(image.fs, kPath, kRepair);
+  CHECK(image.fs->total_bytes() < 2 * before);
+  CHECK(report.losses.empty() && report.lost_commits.empty());
+  CHECK_EQ(report.rebuilt.size(), 1u);
+  auto store = SsdStore::open(image.fs, kPath, image.options.store);
+  verify(*store, image.by_note.at(store->note()), "repaired");
+  store->check();
+}
+
 // A lost page of deletions hides all older rows of its range, unless the caller keeps them.
 TEST(StoreRepair, OlderVersionsAreKeptOnRequest) {
   auto fs = std::make_shared<MemFs>();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import json
 import math
 import os
 import socket
@@ -201,7 +202,10 @@ def test_broadcast_sends_the_value_once_to_every_rank() -> None:
 def save(groups: Groups, folder: str) -> Any:
     """Save a run; return the messages of the save as (method, bytes sent by this rank)."""
     table = ShardedTable(4, tc.Adagrad(lr=0.1), groups=groups, mem="1MB", ssd_mem="16MB")
-    checkpoints = tc.Checkpoints(folder, [table])
+    model = torch.nn.Linear(100, 100)
+    dense = torch.optim.Adam(model.parameters())
+    sync = tc.DenseParameters.make(model.parameters(), dense, groups, tc.DenseSync(every=8, merge="params"))
+    checkpoints = tc.Checkpoints(folder, [table], model, dense, dense_sync=sync)
     sent: list[tuple[str, int]] = []
     for name in ("all_gather_message", "gather_message", "broadcast_message"):
         method = getattr(Communicator, name)
@@ -218,9 +222,12 @@ def save(groups: Groups, folder: str) -> Any:
 
 
 def test_save_sends_the_manifest_once(tmp_path: Path) -> None:
-    """Ranks send their parts of the manifest to rank 0 only, which sends the whole once."""
+    """Ranks send their parts of the manifest to rank 0 only, which sends the whole once. States are in ranks' files."""
     sent = run_ranks(((0, 1),), save, str(tmp_path))
-    manifest = max((tmp_path / "checkpoints").glob("*.json")).stat().st_size
+    path = max((tmp_path / "checkpoints").glob("*.json"))
+    manifest, content = path.stat().st_size, json.loads(path.read_text())
+    assert [size["bytes"] > 40_000 for size in content["files"].values()] == [True, True]
+    assert sum(len(json.dumps(content[part])) for part in ("files", "states", "ranks")) < 2 * 500
     for messages_of_rank in sent:
         assert {name for name, _ in messages_of_rank} == {"gather_message", "broadcast_message"}
     large = [name for name, size in sent[0] if size > manifest / 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from helpers.ranks import run_ranks
 import thermocline as tc
 from thermocline.config.loader import flatten
 from thermocline.config.rank_rules import MAY_DIFFER
-from thermocline.distributed import rank_agreement
+from thermocline.distributed import rank_agreement, sharded_table
 from thermocline.distributed.communicator import Groups
 from thermocline.training import run_dir as run_dir_module
 
@@ -100,11 +101,19 @@ def own_loop(groups: Groups) -> list[str | None]:
     def differing(make: Callable[..., Any], **options: Any) -> str | None:
         return error_of(lambda: make(groups, **(options if other else {})))
 
+    def make_patched(groups: Groups, target: Any = None, name: str = "", value: Any = None) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if target is not None:
+                patch.setattr(target, name, value)
+            make_table(groups).close()
+
     def start(groups: Groups, threads: int = 1, **options: Any) -> None:
         trainer = make_trainer(groups, **options)
         torch.set_num_threads(threads)
         trainer._start([], resume=False)
 
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(tc.BudgetError, match="expected 5000000000 rows"):
+        make_table(groups, ssd=folder, ssd_mem="16MB", expected_keys=10**10)  # over both ranks
     return [
         differing(make_table, mem="2MB", threads=1, policy="lru"),
         differing(make_table, dim=8, seed=2),
@@ -113,6 +122,9 @@ def own_loop(groups: Groups) -> list[str | None]:
         differing(make_table, initial=tc.Constant(value=0.5)),
         differing(make_table, precision="fp16"),
         differing(make_table, name="users"),
+        differing(make_patched, target=torch, name="__version__", value="9.9"),
+        differing(make_patched, target=tc, name="__version__", value="9.9"),
+        differing(make_patched, target=sharded_table, name="training_device", value=lambda *_: torch.device("cuda")),
         differing(make_trainer, hidden=5),
         differing(make_trainer, lr=0.2),
         differing(start, accumulate=2),
@@ -125,7 +137,8 @@ def own_loop(groups: Groups) -> list[str | None]:
 def test_tables_and_trainers_of_an_own_loop() -> None:
     results = run_ranks(PAIR, own_loop)
     assert results[0] == results[1]
-    budgets, dim, lr, kind, initial, precision, name, shape, dense_lr, accumulate, depth, threads, equal = results[0]
+    budgets, dim, lr, kind, initial, precision, name, *versions, device = results[0][:10]
+    shape, dense_lr, accumulate, depth, threads, equal = results[0][10:]
     assert budgets is None
     assert equal is None
     assert dim.startswith("ads.dim is 4 on rank 0 and 8 on rank 1 (ads.seed also differs): ")
@@ -134,6 +147,11 @@ def test_tables_and_trainers_of_an_own_loop() -> None:
     assert initial.startswith('ads.initial.kind is "Uniform" on rank 0 and "Constant" on rank 1')
     assert precision.startswith('ads.precision.kind is "fp32" on rank 0 and "fp16" on rank 1')
     assert name.startswith('name of the table is "ads" on rank 0 and "users" on rank 1')
+    for package, number, version in zip(
+        ("torch", "thermocline"), (torch.__version__, tc.__version__), versions, strict=True
+    ):
+        assert version.startswith(f'the version of {package} is "{number}" on rank 0 and "9.9" on rank 1: ')
+    assert device.startswith('ads.device is "cpu" on rank 0 and "cuda" on rank 1: ')
     assert shape.startswith('model.net.weight is "float32[3, 4]" on rank 0 and "float32[5, 4]" on rank 1')
     assert dense_lr.startswith("dense optimizer 0.group 0.lr is 0.1 on rank 0 and 0.2 on rank 1: ")
     assert accumulate.startswith("train.accumulate is 1 on rank 0 and 2 on rank 1: ")

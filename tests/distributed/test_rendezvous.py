@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import re
+import resource
 import socket
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from helpers.ranks import run_ranks
 
 import thermocline as tc
-from thermocline.distributed.group_setup import open_store
+from thermocline.distributed.communicator import Groups
+from thermocline.distributed.group_setup import _allow_store_connections, open_store
 from thermocline.distributed.rendezvous import decide_json, scoped_store
 
 
@@ -71,3 +79,51 @@ def test_a_store_whose_process_exits_while_ranks_join() -> None:
 
     with pytest.raises(tc.RankError, match="Connection reset by peer"):
         decide_json(Lost(), "job", 1, 2, {}, lambda values: values, 1.0)
+
+
+# ---- open files of the process that hosts the store
+
+
+@contextlib.contextmanager
+def torchrun_with_limits(soft: int, hard: int) -> Iterator[int]:
+    """Let another process stand for torchrun, this process's parent, with these limits. Yields its number."""
+    with subprocess.Popen(["sleep", "60"]) as process, pytest.MonkeyPatch.context() as patch:
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        patch.setattr(os, "getppid", lambda: process.pid)
+        yield process.pid
+        process.kill()
+
+
+def test_rank_0_raises_the_limit_of_torchrun() -> None:
+    """Two connections of each of 512 ranks need more than the usual soft limit; a hard limit stays."""
+    with torchrun_with_limits(1024, 4096) as process:
+        assert _allow_store_connections(100) is None
+        assert resource.prlimit(process, resource.RLIMIT_NOFILE) == (1024, 4096)
+        assert _allow_store_connections(512) is None
+        soft, hard = resource.prlimit(process, resource.RLIMIT_NOFILE)
+        assert 2 * 512 + 64 <= soft < 1200
+        assert hard == 4096
+        problem = _allow_store_connections(2048)
+        assert problem is not None
+        assert re.fullmatch(
+            rf"torchrun \(process {process}\) hosts .* up to (4\d\d\d) open files for 2048 ranks, its limit is 4096: "
+            r"raise .* \(ulimit -n \1\) before it starts",
+            problem,
+        )
+    with torchrun_with_limits(64, 64), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "getppid", lambda: 1 << 30)  # in another container
+        assert _allow_store_connections(512) is None
+
+
+def join_with_few_files(groups: Groups) -> str:
+    with torchrun_with_limits(20, 20), pytest.raises(tc.ConfigError) as error:
+        open_store(groups.topology.rank, groups.topology.world, 20.0)
+    return str(error.value)
+
+
+def test_a_store_with_too_few_files_is_refused_on_every_rank() -> None:
+    first, second = run_ranks(((0,), (1,)), join_with_few_files)
+    assert first == second
+    assert "hosts the rendezvous store" in first
+    assert "for 2 ranks, its limit is 20" in first

@@ -85,6 +85,7 @@ def test_a_killed_rank_restarts_and_ends_with_the_same_bits(tmp_path: Path, comm
         (folder / "config.toml").write_text(CONFIG)
     script = Path(__file__).with_name("cli_rank.py")
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--standalone"]
+    command += ["--monitor-interval", "1"]  # otherwise it may end rank 0 before that has written its error
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [sys.executable, *command, str(script), "train", "config.toml"],

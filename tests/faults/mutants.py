@@ -194,6 +194,12 @@ MUTANTS = [
         "    for (const std::string& name : names) set_aside(name);\n",
         "",
     ),
+    Mutant(
+        "a repair writes all pages that a manifest states",
+        "ssd/repair.cc",
+        "      s.pages = end;\n      trimmed = true;\n",
+        "",
+    ),
     Mutant("two merges take one partition", "ssd/index.cc", " || p.merging) continue;", ") continue;"),
     Mutant(
         "extents are dropped while a merge reads them",

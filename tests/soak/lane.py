@@ -1,7 +1,8 @@
 """A lane of the soak: one training run that is killed and resumed, and the config of each of its attempts.
 
-What determines the result (model, data, optimizer, expiry, admission) is a function of the lane's seed. What must not
-change it (budgets, threads, depth, look-ahead, saves, publishing) is drawn again for every attempt.
+What determines the result (model, data, optimizer, expiry, admission, merges of dense models) is a function of the
+lane's seed. What must not change it (budgets, threads, depth, look-ahead, overlap, saves, publishing) is drawn again
+for every attempt.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ kind = "cosine"
 warmup_steps = 50
 decay_steps = 100_000
 floor = 0.2
-"""
-ADMISSION = """
 [admission]
 count = 2
 sketch = {sketch}
-memory = 1048576
+memory = {admission_bytes}
 otherwise = "shared"
+[dist.dense_sync]
+every = {merge_every}
 """
 
 
@@ -79,26 +80,22 @@ class Lane:
     lasting: bool
 
     @property
-    def publishes(self) -> bool:
-        """Whether it publishes and admits keys by count: several ranks do neither yet."""
-        return self.world == 1
-
-    @property
     def name(self) -> str:
         """Name of its folders."""
         return f"lane{self.number}"
 
     def _text(self) -> str:
         rng = random.Random(f"lane {self.seed}")
-        text = RUN.format(
+        return RUN.format(
             seed=self.seed,
             model=rng.choice(["dnn", "deepfm", "dcnv2"]),
             optimizer=rng.choice(["adagrad", "adam", "rowwise_adagrad", "sgd"]),
             batch_size=rng.choice([128, 192, 256]),
             expiry_every=rng.choice([60, 100, 170]),
+            sketch=rng.choice(["true", "false"]),
+            admission_bytes=ADMISSION_BYTES,
+            merge_every=1 if self.world == 1 else rng.choice([1, 8]),
         )
-        sketch = rng.choice(["true", "false"])
-        return text + (ADMISSION.format(sketch=sketch) if self.publishes else "")
 
     def reference_config(self, folder: Path) -> tc.Config:
         """Return the config of the uninterrupted run: all rows in DRAM, no store, no save, no publishing."""
@@ -121,13 +118,11 @@ class Lane:
             "tiers.lookahead": rng.choice(["auto", 0, 2, 8, 32]),
             "dist.timeout": 60,
             "dist.hops": rng.choice(["two", "flat"]),
+            "dist.overlap": rng.choice(["true", "false"]),
+            "publish.folder": folder / self.name / "served",
+            "publish.every_steps": rng.choice([30, 90, 200]),
+            "publish.base_every": rng.choice([3, 6, 12]),
         }
-        if self.publishes:
-            settings |= {
-                "publish.folder": folder / self.name / "served",
-                "publish.every_steps": rng.choice([30, 90, 200]),
-                "publish.base_every": rng.choice([3, 6, 12]),
-            }
         return self._config(folder, settings)
 
     def _config(self, folder: Path, settings: dict[str, Any]) -> tc.Config:
@@ -140,5 +135,4 @@ def budget_bytes(config: tc.Config) -> int:
     from thermocline.utils.text_format import parse_size
 
     store = 0 if config.tiers.ssd_mem is None else parse_size(config.tiers.ssd_mem, "ssd_mem")
-    counters = ADMISSION_BYTES if config.admission is not None else 0
-    return parse_size(config.tiers.mem, "mem") + store + counters
+    return parse_size(config.tiers.mem, "mem") + store + ADMISSION_BYTES

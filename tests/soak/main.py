@@ -2,12 +2,13 @@
 
     python tests/soak/main.py --hours 2 [--folder build/soak] [--minutes 20]
 
-Two lanes take turns. The first is one run that lasts for the whole soak (one rank, with admission and publishing); the
-second is a new run over 2 or 3 ranks after each comparison. Each attempt of a lane resumes it with new random budgets
-and ends by a fault: ranks killed at a random time or at a failpoint, a full disk, SIGTERM; some have a slow disk. After
-`--minutes` the run is completed at some step, restored by a new process, and compared with a run that was never
-stopped and has all rows in memory: rows, statistics, dense state, random state and the published rows. Every page of
-its store is verified. An unfinished soak continues from its folder. Exit code 1 if anything failed.
+Two lanes take turns, both with statistics, expiry, admission and publishing. The first is one run of one rank that
+lasts for the whole soak; the second is a new run over 2 or 3 ranks after each comparison. Each attempt of a lane
+resumes it with new random budgets and ends by a fault: ranks killed at a random time or at a failpoint, a full disk,
+SIGTERM; some have a slow disk. After `--minutes` the run is completed at some step, restored by a new process, and
+compared with a run that was never stopped and has all rows in memory: rows, statistics, dense state, random state and
+the published rows. Every page of its store is verified. An unfinished soak continues from its folder. Exit code 1 if
+anything failed.
 """
 
 from __future__ import annotations
@@ -297,17 +298,14 @@ class Soak:
         peaks = self.report.peaks
         peaks.reference_growth = max(peaks.reference_growth, growth)
         peaks.reference_descriptors_growth = max(peaks.reference_descriptors_growth, descriptors)
-        different, arrays, rows, published = [], 0, 0, 0
+        different, arrays = [], 0
         for rank, state in enumerate(expected):
             actual = processes.load_state(self.folder / f"restored.{rank}.npz")
             different += [f"rank {rank} {name}" for name in differing(actual, state)]
-            arrays, rows = arrays + len(state), rows + len(state["keys"])
-        if lane.publishes:
-            served = processes.load_state(self.folder / "restored.published.npz")
-            weights = np.ascontiguousarray(state["rows"][:, : int(state["dim"][0])]).view("uint8")
-            wanted = {"step": np.array([step]), "keys": state["keys"], "weights": weights}
-            different += [f"published {name}" for name in differing(served, wanted)]
-            published = len(served["keys"])
+            arrays += len(state)
+        served, wanted = processes.load_state(self.folder / "restored.published.npz"), published_by(expected, step)
+        different += [f"published {name}" for name in differing(served, wanted)]
+        rows, published = len(wanted["keys"]), len(served["keys"])
         for file in self.folder.glob("restored.*.npz"):
             if not different:
                 file.unlink()
@@ -320,6 +318,14 @@ class Soak:
         entry: dict[str, Any] = {"at": now(), "lane": lane.number, "world": lane.world, "step": step, **counts}
         self.report.compared.append(entry | {"different": different})
         print(f"{now()} lane {lane.number} at step {step}: {different or 'equal'} {counts}", flush=True)
+
+
+def published_by(states: list[processes.Arrays], step: int) -> processes.Arrays:
+    """Return what ranks with these states publish at a step: the weights of all rows, in key order."""
+    keys, rows = (np.concatenate([state[name] for state in states]) for name in ("keys", "rows"))
+    order = np.argsort(keys)
+    weights = np.ascontiguousarray(rows[order, : int(states[0]["dim"][0])]).view("uint8")
+    return {"step": np.array([step]), "keys": keys[order], "weights": weights}
 
 
 def differing(one: processes.Arrays, other: processes.Arrays) -> list[str]:

@@ -217,13 +217,17 @@ class Restored(tc.Callback):
 
 
 def check(config: tc.Config, output: Path, rank: int) -> None:
-    """Restore the finished run in a new process, verify every page of its store, and write its state."""
+    """Restore the finished run in a new process, verify every page of its store, and write its state.
+
+    Rank 0 writes the published rows too, in which `serving` finds those of all ranks.
+    """
     with tc.Run(config, resume=True) as run:
         run.fit(resume=True, callbacks=[Restored(run, output.with_suffix(f".{rank}.npz"))])
         run.table.dram.check()
         assert run.table.store is not None
         run.table.store.check()
-    if config.publish.folder is not None:
+    if rank == 0:
+        assert config.publish.folder is not None
         save_state(output.with_suffix(".published.npz"), published_state(Path(config.publish.folder)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import signal
@@ -48,33 +49,36 @@ def test_a_soak_of_seconds(tmp_path: Path) -> None:
     assert again.open_lanes[0]["number"] == 0
 
 
-def states(step: int) -> tuple[processes.Arrays, processes.Arrays]:
-    """Return the state of an uninterrupted run and what it publishes."""
-    rows = np.arange(12, dtype=np.float32).reshape(3, 4)
-    state = {"keys": np.arange(3, dtype=np.uint64), "rows": rows, "dim": np.array([2]), "steps": np.array([step])}
+def states(step: int, world: int) -> tuple[list[processes.Arrays], processes.Arrays]:
+    """Return the states of an uninterrupted run's ranks, which have every `world`th key, and what they publish."""
+    keys, rows = np.arange(7, dtype=np.uint64), np.arange(28, dtype=np.float32).reshape(7, 4)
+    common = {"dim": np.array([2]), "steps": np.array([step])}
+    ranks = [{"keys": keys[rank::world], "rows": rows[rank::world], **common} for rank in range(world)]
     weights = np.ascontiguousarray(rows[:, :2]).view(np.uint8)
-    return state, {"step": np.array([step]), "keys": state["keys"], "weights": weights}
+    return ranks, {"step": np.array([step]), "keys": keys, "weights": weights}
 
 
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("wrong", ["", "bit", "missing", "published key", "published step"])
-def test_differences_are_failures(soak: Soak, wrong: str) -> None:
-    expected, served = states(9)
-    restored = dict(expected)
+def test_differences_are_failures(soak: Soak, wrong: str, world: int) -> None:
+    expected, served = states(9, world)
+    restored = dict(expected[-1])
     if wrong == "bit":
         rows = restored["rows"].copy()
-        rows.view(np.uint8)[2, 5] ^= 1
+        rows.view(np.uint8)[1, 5] ^= 1
         restored["rows"] = rows
     elif wrong == "missing":
-        restored |= {"keys": restored["keys"][:2], "rows": restored["rows"][:2]}
+        restored |= {"keys": restored["keys"][:1], "rows": restored["rows"][:1]}
     elif wrong == "published key":
-        served["keys"] = served["keys"] + np.uint64(1)
+        served["keys"] = served["keys"] + np.uint64(1) * (served["keys"] == 5)
     elif wrong == "published step":
         served["step"] = served["step"] - 1
-    processes.save_state(soak.folder / "restored.0.npz", restored)
+    for rank, state in enumerate([*expected[:-1], restored]):
+        processes.save_state(soak.folder / f"restored.{rank}.npz", state)
     processes.save_state(soak.folder / "restored.published.npz", served)
-    reference: Any = SimpleNamespace(state=lambda step: [expected], growth=lambda: (0, 0))
+    reference: Any = SimpleNamespace(state=lambda step: expected, growth=lambda: (0, 0))
     soak.references[0] = reference
-    soak.compare(LANE, 9)
+    soak.compare(dataclasses.replace(LANE, world=world), 9)
     assert bool(soak.report.failures) == bool(wrong)
     assert bool(soak.report.compared[0]["different"]) == bool(wrong)
 
@@ -135,5 +139,8 @@ def test_the_config_of_a_lane_is_fixed_and_budgets_vary(tmp_path: Path) -> None:
     configs = [LANE.attempt_config(tmp_path, random.Random(seed), 10).resolve() for seed in range(8)]
     changed = {name for config in configs for name in differences(configs[0], config)}
     assert changed <= MAY_CHANGE
-    assert {"tiers.mem", "tiers.lookahead", "train.depth", "publish.every_steps"} <= changed
+    assert {"tiers.mem", "tiers.lookahead", "train.depth", "dist.overlap", "publish.every_steps"} <= changed
     assert not {name for name in changed if name.startswith(("expiry", "admission", "train.schedule"))}
+    lanes = [Lane(0, 2, seed, False).attempt_config(tmp_path, random.Random(0), 10) for seed in range(8)]
+    assert all(lane.admission is not None and lane.publish.folder is not None for lane in lanes)
+    assert {lane.dist.dense_sync.every for lane in lanes} == {1, 8}

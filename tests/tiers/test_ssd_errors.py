@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.cli import SMALL as CONFIG
 from helpers.ssd import ROW, SMALL, contents, rows_of, some_keys
 
 import thermocline as tc
@@ -347,3 +348,13 @@ def test_expected_keys_that_do_not_fit_are_refused_with_the_numbers(folder: Path
         tc.SsdStore.open(folder, row_bytes=ROW, expected_keys=0, **SMALL)
     with pytest.raises(tc.BudgetError, match="expected 10000000000 rows"):
         tc.Table(8, tc.SGD(), ssd=folder.parent / "table", ssd_mem="16MB", expected_keys=10**10)
+    config = tc.Config.parse(
+        CONFIG,
+        [
+            f"train.run_dir={folder.parent}/run",
+            f"tiers.ssd={folder.parent}/run-store",
+            "tiers.expected_keys=10000000000",
+        ],
+    )
+    with pytest.raises(tc.BudgetError, match="expected 10000000000 rows"):
+        tc.Run(config)

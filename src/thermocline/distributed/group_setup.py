@@ -18,14 +18,16 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from thermocline.distributed.heartbeat import Heartbeat
-from thermocline.distributed.rendezvous import gather_json, joining_errors, scoped_store
+from thermocline.distributed.rendezvous import decide_json, gather_json, joining_errors, scoped_store
 from thermocline.distributed.shm_transport import ShmTransport, make_transports
 from thermocline.distributed.topology import Topology
 from thermocline.distributed.torch_group import TorchGroup
 from thermocline.errors import ConfigError
 
 _SPARE_FILES = 64
-"""Open files of a rank beside connections: data, stores, logs."""
+"""Open files of a rank beside connections: data, stores, logs. Of torchrun: connections of its other machines."""
+_STORE_CONNECTIONS = 2
+"""Connections of a rank to the rendezvous store: its own and that of its heartbeat."""
 
 
 class Channels(NamedTuple):
@@ -40,14 +42,52 @@ class Channels(NamedTuple):
 def open_store(rank: int, world: int, timeout: float) -> Any:
     """Return the store of this restart attempt: torch's default store, or the one of torchrun's environment.
 
-    Collective. Raises `RankError` if a rank is missing.
+    Collective. Raises `RankError` if a rank is missing, `ConfigError` on every rank if the store's process may open too
+    few files.
     """
+    problem = _allow_store_connections(world) if rank == 0 else None
     with joining_errors(rank):
         if dist.is_initialized():
             base = dist.distributed_c10d._get_default_store()
         else:
             base, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))  # type: ignore[attr-defined]
-        return scoped_store(base, rank, world, timeout)
+        store = scoped_store(base, rank, world, timeout)
+    problem = decide_json(store, "files of the store", rank, world, None, lambda _: problem, timeout)
+    if problem is not None:
+        raise ConfigError(problem)
+    return store
+
+
+def _allow_store_connections(world: int) -> str | None:
+    """Raise the soft limit of open files of the process that hosts the rendezvous store, up to its hard limit.
+
+    Only for rank 0, before ranks open their second connections: the store is in its parent, torchrun, or in rank 0
+    itself. Returns the problem if the hard limit is too low.
+    """
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host = os.getppid() if by_torchrun else os.getpid()
+    try:
+        needed = len(os.listdir(f"/proc/{host}/fd")) + _STORE_CONNECTIONS * world + _SPARE_FILES
+        hard = _raise_file_limit(host, needed)
+    except (OSError, ValueError):  # a process of another user or container: its limit stays as it is
+        return None
+    if hard is None:
+        return None
+    name = "torchrun" if by_torchrun else "rank 0"
+    return (
+        f"{name} (process {host}) hosts the rendezvous store and needs up to {needed} open files for {world} ranks, "
+        f"its limit is {hard}: raise the limit of open files (ulimit -n {needed}) before it starts"
+    )
+
+
+def _raise_file_limit(process: int, needed: int) -> int | None:
+    """Raise the soft limit of open files of a process to `needed`. Returns the hard limit if that is lower."""
+    soft, hard = resource.prlimit(process, resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return None
+    enough = hard == resource.RLIM_INFINITY or hard >= needed
+    resource.prlimit(process, resource.RLIMIT_NOFILE, (needed if enough else hard, hard))
+    return None if enough else hard
 
 
 def initialize_torch(topology: Topology, store: Any, timeout: float, gpu: bool) -> None:
@@ -136,16 +176,13 @@ def _require_files(topology: Topology, store: Any, timeout: float, plans: Iterab
     """
     connections = sum(len(ranks) - 1 for plan in plans for ranks in plan if topology.rank in ranks)
     needed = len(os.listdir("/proc/self/fd")) + connections + _SPARE_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = _raise_file_limit(os.getpid(), needed)
     problem = None
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        if hard != resource.RLIM_INFINITY and hard < needed:
-            problem = (
-                f"rank {topology.rank} of {topology.world} needs up to {needed} open files, its limit is {hard}: "
-                f"raise the limit of open files (ulimit -n {needed})"
-            )
-        else:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if hard is not None:
+        problem = (
+            f"rank {topology.rank} of {topology.world} needs up to {needed} open files, its limit is {hard}: "
+            f"raise the limit of open files (ulimit -n {needed})"
+        )
     problems = gather_json(store, "open files", topology.rank, topology.world, problem, timeout)
     for problem in problems:
         if problem is not None:

@@ -46,6 +46,8 @@ COMMUNICATORS = 4
 """`communicator.Groups`: train, ahead, read, hints."""
 SHM_FILES = 6
 """Descriptors of shared memory of a rank, of all communicators."""
+_CONNECTION_BYTES = 4096
+"""Memory of a rank per connection of Gloo, at most; buffers of the kernel are not counted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +220,11 @@ class Ranks:
         # With one rank per node the group of equal local ranks is the group of all.
         peers = self.nodes - 1 if self.per_node > 1 else 0
         return COMMUNICATORS * (self.world - 1 + peers)
+
+    @property
+    def connection_bytes(self) -> int:
+        """Most memory of a rank's connections."""
+        return _CONNECTION_BYTES * self.connections
 
     @property
     def store_host_files(self) -> int:
