@@ -107,7 +107,8 @@ def apply_step(store: tc.SsdStore, seed: int, i: int) -> None:
 
 
 def report(text: str) -> None:
-    print(text, flush=True)
+    """Write a line to the output at once: a kill leaves the whole line or nothing."""
+    os.write(sys.stdout.fileno(), f"{text}\n".encode())
 
 
 def run(path: str, seed: int, steps: int, background_merge: bool) -> None:
