@@ -329,6 +329,8 @@ class Copy:
         for path in self.csrc.rglob("*"):
             if path.is_file() and not (ROOT / path.relative_to(folder)).exists():
                 path.unlink()
+        if not (folder / "tests").exists():
+            (folder / "tests").symlink_to(ROOT / "tests")  # has the corpora of fuzz tests
         options = ["-DTHERMOCLINE_BIND=OFF", "-DTHERMOCLINE_TESTS=ON", "-DTHERMOCLINE_ONLY=util;ssd;dram"]
         fast = ["-DCMAKE_CXX_FLAGS_RELEASE=-O1", *(["-G", "Ninja"] if shutil.which("ninja") else [])]
         configure = ["cmake", "-S", str(folder), "-B", str(self.build_dir), *options, *fast]
