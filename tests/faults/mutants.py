@@ -332,7 +332,7 @@ class Copy:
         if not (folder / "tests").exists():
             (folder / "tests").symlink_to(ROOT / "tests")  # has the corpora of fuzz tests
         options = ["-DTHERMOCLINE_BIND=OFF", "-DTHERMOCLINE_TESTS=ON", "-DTHERMOCLINE_ONLY=util;ssd;dram"]
-        fast = ["-DCMAKE_CXX_FLAGS_RELEASE=-O1", *(["-G", "Ninja"] if shutil.which("ninja") else [])]
+        fast = ["-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1", *(["-G", "Ninja"] if shutil.which("ninja") else [])]
         configure = ["cmake", "-S", str(folder), "-B", str(self.build_dir), *options, *fast]
         subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
 
