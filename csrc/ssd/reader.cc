@@ -142,7 +142,7 @@ class Reader::Worker {
     if (!done->missed.empty()) {
       std::sort(done->missed.begin(), done->missed.end(),
                 [&](uint32_t a, uint32_t b) { return done->plan.lookups[a].item < done->plan.lookups[b].item; });
-      std::unique_ptr<Part> again = new_part();
+      auto again = std::make_unique<Part>();  // not from idle_: those have the memory of a whole piece
       again->plan.copies = done->plan.copies;
       for (uint32_t i : done->missed) {
         const PageLookup& lookup = done->plan.lookups[i];
@@ -157,7 +157,7 @@ class Reader::Worker {
     reader_.counters_.reads += std::exchange(reads_, 0);
     reader_.counters_.bytes += std::exchange(bytes_, 0);
     done->plan.files.clear();
-    idle_.push_back(std::move(done));
+    if (done->plan.before_page.empty()) idle_.push_back(std::move(done));  // else few items: see above
   }
 
   // ---- reading

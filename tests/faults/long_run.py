@@ -3,7 +3,7 @@
     python tests/faults/long_run.py KIND... [--shard I/N] [--minutes 55] [--results build/long_run.jsonl]
 
 KIND: cpp and py, the parts of `make test-long`; asan, tsan, those of `make test-sanitize`; mutants, mutants-python.
-A unit is a C++ suite (or one test of a Faults suite), a Python test, or seven planted bugs. Each appends one JSON line
+A unit is a C++ suite (or one test of a Faults suite), a Python test, or planted bugs. Each appends one JSON line
 to the results: date, commit, unit, seconds, result, and the last lines of its output. A unit that passed at this commit
 is not repeated, so that the same command continues after an interruption. Units that the minutes do not suffice for are
 "not finished". Exit code: 0 if all units of the shard have passed, 1 if one failed, 3 if some are left.
@@ -29,7 +29,6 @@ from soak.report import git_commit, now
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("cpp", "py", "asan", "tsan", "mutants", "mutants-python")
-BUGS_PER_UNIT = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,23 +69,26 @@ def planted_bugs(script: str) -> list[Any]:
     return mutants
 
 
-def mutant_units(script: str) -> list[Unit]:
-    """Return units of several planted bugs each: their builds share a folder."""
-    names = [mutant.name for mutant in planted_bugs(script)]
+def mutant_units(script: str, *options: str) -> list[Unit]:
+    """Return a unit per planted bug in C++, whose build is kept, and per test that has to detect bugs in Python."""
     program = str(Path(__file__).with_name(f"{script}.py"))
-    parts = [names[at : at + BUGS_PER_UNIT] for at in range(0, len(names), BUGS_PER_UNIT)]
-    return [Unit(f"{script} {part[0]} ...", (sys.executable, program, *part)) for part in parts]
+    names: dict[str, list[str]] = {}
+    for mutant in planted_bugs(script):
+        names.setdefault(getattr(mutant, "tests", mutant.name), []).append(mutant.name)
+    return [Unit(f"{script} {name}", (sys.executable, program, *options, *bugs)) for name, bugs in names.items()]
 
 
-def units_of(kind: str, build: Path) -> list[Unit]:
-    """Return the units of a kind, in a fixed order."""
+def units_of(kind: str, build: Path, shard: int) -> list[Unit]:
+    """Return the units of a kind, in a fixed order; shards that run at the same time use different folders."""
     if kind == "cpp":
         return cpp_units(kind, build / "inplace" / "thermocline_tests", long=True)
     if kind == "asan":
         return cpp_units(kind, build / "asan" / "thermocline_tests", long=False)
     if kind == "tsan":
         return cpp_units(kind, build / "tsan" / "thermocline_tests", long=False, prefix=("setarch", "-R"))
-    return python_units() if kind == "py" else mutant_units(kind.replace("-", "_"))
+    if kind == "mutants":
+        return mutant_units(kind, "--folder", str(build / f"mutants-{shard}"))
+    return python_units() if kind == "py" else mutant_units("mutants_python")
 
 
 def read_results(path: Path, commit: str) -> dict[str, str]:
@@ -147,8 +149,10 @@ def main() -> int:
     index, _, count = options.shard.partition("/")
     if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
         parser.error(f"--shard is {options.shard!r}: it must be I/N with I from 1 to N")
-    units = [unit for kind in options.kinds for unit in units_of(kind, options.build) if options.only in unit.name]
-    return run(units[int(index) - 1 :: int(count)], options.results, options.minutes, git_commit())
+    shard = int(index)
+    units = [unit for kind in options.kinds for unit in units_of(kind, options.build, shard)]
+    units = [unit for unit in units if options.only in unit.name]
+    return run(units[shard - 1 :: int(count)], options.results, options.minutes, git_commit())
 
 
 if __name__ == "__main__":

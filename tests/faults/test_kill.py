@@ -7,6 +7,7 @@ the real process with its threads and files.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,29 +36,55 @@ KILLS = 10_000 if LONG else 200
 TIMES_PER_POINT = 100 if LONG else 5
 
 
-class WorkloadProcess:
-    """The workload in a subprocess."""
+class Workloads:
+    """Processes of the workload, one at a time, forked by a subprocess."""
 
-    def __init__(self, path: Path, seed: int, steps: int, *, background: bool, kill_at: str = "") -> None:
-        env = dict(os.environ, THERMOCLINE_KILL_AT=kill_at)
-        mode = "background" if background else "inline"
-        args = [sys.executable, workload.__file__, str(path), str(seed), str(steps), mode]
-        # Unbuffered: `communicate` does not see what `readline` has read ahead.
-        self.process = subprocess.Popen(args, env=env, stdout=subprocess.PIPE, bufsize=0)
+    def __init__(self) -> None:
+        env = dict(os.environ, OPENBLAS_NUM_THREADS="1")  # a process with threads should not fork
+        args = [sys.executable, workload.__file__]
+        self.server = subprocess.Popen(args, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def start(self, path: Path, seed: int, steps: int, *, background: bool, kill_at: str = "") -> None:
+        assert self.server.stdin is not None
+        self.lines: list[str] = []
+        self.server.stdin.write(json.dumps([str(path), seed, steps, background, kill_at]) + "\n")
+        self.server.stdin.flush()
+        self.pid = int(self.read_until("pid"))
+
+    def read_until(self, word: str) -> str:
+        """Return what follows `word` in the first line that begins with it; the last line is that of the exit code."""
+        assert self.server.stdout is not None
+        while line := self.server.stdout.readline():
+            self.lines.append(line)
+            first, _, rest = line.strip().partition(" ")
+            assert first in (word, "exit") or word == "exit", f"{line!r} before {word}"
+            if first == word:
+                return rest
+            assert first != "exit", f"the workload ended before {word}: {self.lines}"
+        raise AssertionError(f"the server ended: {self.lines}")
 
     def wait_ready(self) -> None:
-        assert self.process.stdout is not None
-        self.process.stdout.readline()
+        self.read_until("ready")
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
 
     def finish(self) -> tuple[int, int, int]:
         """Return (exit code, last commit begun, last commit returned); 0 if there was none."""
-        output, _ = self.process.communicate(timeout=120)
-        begun = [int(n) for n in re.findall(rb"begin (\d+)", output)]
-        ended = [int(n) for n in re.findall(rb"end (\d+)", output)]
-        return self.process.returncode, max(begun, default=0), max(ended, default=0)
+        code = int(self.read_until("exit"))
+        output = "".join(self.lines)
+        begun = [int(n) for n in re.findall(r"begin (\d+)", output)]
+        ended = [int(n) for n in re.findall(r"end (\d+)", output)]
+        return code, max(begun, default=0), max(ended, default=0)
+
+
+@pytest.fixture(scope="module")
+def workloads() -> Iterator[Workloads]:
+    started = Workloads()
+    with started.server:
+        yield started
+        assert started.server.stdin is not None
+        started.server.stdin.close()
 
 
 def check_store(path: Path, state: workload.State, begun: int, ended: int, *, thorough: bool) -> None:
@@ -75,27 +103,28 @@ def check_store(path: Path, state: workload.State, begun: int, ended: int, *, th
             assert len(store) == int((state.versions != 0).sum())
         epochs = store.epochs
     if thorough:
-        for epoch in epochs:
+        past = workload.State(state.seed)
+        for epoch in sorted(epochs):
             with tc.SsdStore.open(path, epoch=epoch, read_only=True) as old:
-                past = workload.State(state.seed)
                 past.advance(workload.step_of_note(old))
                 past.check(old)
 
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_kill_at_random_times(tmp_path: Path, shard: int) -> None:
+def test_kill_at_random_times(tmp_path: Path, workloads: Workloads, shard: int) -> None:
     rng = random.Random(shard)
     state = workload.State(seed=shard)
     path = tmp_path / "store"
     killed = 0
     while killed < KILLS // SHARDS:
-        process = WorkloadProcess(path, shard, 10_000, background=bool(killed % 2))
-        if killed % 10:  # every tenth is killed before or while opening
-            process.wait_ready()
-        time.sleep(rng.random() ** 2 * 0.3)
-        process.kill()
-        code, begun, ended = process.finish()
+        workloads.start(path, shard, 10_000, background=bool(killed % 2))
+        opened = bool(killed % 10)  # every tenth is killed before or while opening
+        if opened:
+            workloads.wait_ready()
+        time.sleep(rng.random() ** 2 * (0.3 if opened else 0.03))
+        workloads.kill()
+        code, begun, ended = workloads.finish()
         assert code == -signal.SIGKILL, "the workload ended before it was killed"
         killed += 1
         check_store(path, state, begun, ended, thorough=killed % 5 == 0)
@@ -108,19 +137,20 @@ def test_kill_at_random_times(tmp_path: Path, shard: int) -> None:
 
 
 @pytest.mark.parametrize("point", [point for point in failpoints() if not point.startswith(("repair.", "copy."))])
-def test_kill_at_failpoint(tmp_path: Path, point: str) -> None:
+def test_kill_at_failpoint(tmp_path: Path, workloads: Workloads, point: str) -> None:
     for nth in range(1, TIMES_PER_POINT + 1):
         path = tmp_path / f"store-{nth}"
         state = workload.State(seed=nth)
         # Inline merging first: with the background thread a short run does not reach some failpoints.
-        process = WorkloadProcess(path, nth, 24, background=nth % 2 == 0, kill_at=f"{point}:{nth}")
-        code, begun, ended = process.finish()
+        workloads.start(path, nth, 24, background=nth % 2 == 0, kill_at=f"{point}:{nth}")
+        code, begun, ended = workloads.finish()
         assert code in (0, -signal.SIGKILL), f"the workload failed at {point}:{nth}"
         if nth == 1:
             assert code == -signal.SIGKILL, f"{point} was not reached: does it still exist?"
         check_store(path, state, begun, ended, thorough=True)
         # A new process continues.
-        code, begun, ended = WorkloadProcess(path, nth, 3, background=True).finish()
+        workloads.start(path, nth, 3, background=True)
+        code, begun, ended = workloads.finish()
         assert code == 0
         check_store(path, state, begun, ended, thorough=True)
         for left in tmp_path.iterdir():

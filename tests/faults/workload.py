@@ -1,13 +1,18 @@
 """A deterministic workload of an `SsdStore`: step i depends only on (seed, i), so that it can be replayed.
 
-As a program it opens the store, reads the last step from its note and continues from there. It prints when a commit
-begins and when it has returned. The tests kill it and compare the store with `State`.
+A process of the workload opens the store, reads the last step from its note and continues from there. It prints when a
+commit begins and when it has returned. The tests kill it and compare the store with `State`. As a program this module
+forks such a process for each line of its input: a fork starts in milliseconds, an interpreter in a tenth of a second.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import signal
 import sys
+import traceback
 from typing import Any
 
 import numpy as np
@@ -18,6 +23,7 @@ import thermocline as tc
 ROW_BYTES = 64
 KEYS = 24_000
 KEEP_EPOCHS = 3
+SECONDS = 120  # after which a process of the workload is ended by SIGALRM
 # Small files, so that merges, splits and releases are frequent.
 OPTIONS: dict[str, Any] = {
     "mem_budget": "16MB",
@@ -101,10 +107,11 @@ def apply_step(store: tc.SsdStore, seed: int, i: int) -> None:
 
 
 def report(text: str) -> None:
-    print(text, flush=True)
+    """Write a line to the output at once: a kill leaves the whole line or nothing."""
+    os.write(sys.stdout.fileno(), f"{text}\n".encode())
 
 
-def main(path: str, seed: int, steps: int, background_merge: bool) -> None:
+def run(path: str, seed: int, steps: int, background_merge: bool) -> None:
     """Run `steps` more steps; print "begin i" and "end i" around each commit."""
     # Without the background thread merges are rare and large, so that merges of several chunks occur too.
     options = OPTIONS if background_merge else {**OPTIONS, "min_log_bytes": 2 << 20}
@@ -124,5 +131,31 @@ def main(path: str, seed: int, steps: int, background_merge: bool) -> None:
                 store.link_checkpoint(f"{path}-checkpoint-{i}-{first}")
 
 
+def run_in_fork(path: str, seed: int, steps: int, background_merge: bool, kill_at: str) -> int:
+    """Run the workload in a new process; return its exit code, which is negative if a signal ended it."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        signal.alarm(SECONDS)
+        os.environ["THERMOCLINE_KILL_AT"] = kill_at
+        report(f"pid {os.getpid()}")
+        run(path, seed, steps, background_merge)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def main() -> None:
+    """For each line [path, seed, steps, background_merge, kill_at], run the workload and print "exit" and its code."""
+    step_of(0, 1)  # import before the forks what the workload needs
+    assert tc.SsdStore
+    for line in sys.stdin:
+        report(f"exit {run_in_fork(*json.loads(line))}")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "background")
+    main()
