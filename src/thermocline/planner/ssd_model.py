@@ -51,14 +51,14 @@ def merge_writes(
     """Return bytes written by log and merges per byte put into a store of this size.
 
     The log has a share s of the rows of n base files, which are merged in turn: of the next one f = 2 s n / (n + 1).
-    A row is written to the log, then with 1 / f others of its base file: 1 + (1 + f) / f.
+    A put row replaces a row of its base file: it is written to the log, then with 1 / f rows of that file: 1 + 1 / f.
     """
     files = max(1.0, store_bytes / file_bytes)
     merged = 2 * max(_LOG_SHARE, min_log_bytes / store_bytes) * files / (files + 1)
-    return 2 + 1 / merged
+    return 1 + 1 / merged
 
 
-LARGE_STORE_WRITES = 2 + 1 / (2 * _LOG_SHARE)
+LARGE_STORE_WRITES = 1 + 1 / (2 * _LOG_SHARE)
 """`merge_writes` of a store of many base files."""
 
 
