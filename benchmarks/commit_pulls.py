@@ -4,8 +4,8 @@ Claims   wait    a batch beside commits takes at most one median batch longer th
                  are printed, but on a machine with other work they are those that lost the processor
 Method   A batch reads random rows and puts as many others, as a pull does that evicts dirty rows. Batches run without
          commits, then beside a thread that commits again and again. Syncs are slowed down (THERMOCLINE_IO_DELAY), so
-         that a commit takes as long as several batches on any disk: if batches waited, about one would be done per
-         commit. Background merging is off. Batches without commits and beside commits alternate in rounds.
+         that a commit takes as long as several batches on any disk: a batch that waited would take as long as the
+         rest of the commit. Background merging is off. Batches without commits and beside commits alternate in rounds.
 Command  python benchmarks/commit_pulls.py --folder DISK --json FILE      one minute
 """
 

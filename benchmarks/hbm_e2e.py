@@ -100,7 +100,7 @@ class MeasuredSteps:
         self._seen = 0  # sweeps
 
     def ends_here(self, steps: int) -> bool:
-        """Return whether to make a mark after so many steps. To be called after every step."""
+        """Return whether to make a mark after this step. To be called after every step."""
         if self._ahead is None:
             ends = steps in (self._warm, 2 * self._warm)
         else:

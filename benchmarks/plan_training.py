@@ -27,7 +27,7 @@ from thermocline.training.callbacks import Callback
 from thermocline.training.run import dense_optimizers, row_optimizer
 
 MIN_LOG_BYTES = 1 << 20
-"""Of the store: less than by default, so that small stores merge within a short training."""
+"""Least log size of the store: below the default, so that small stores merge within a short training."""
 COMMON = """
 [data]
 format = "synth"

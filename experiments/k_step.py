@@ -107,7 +107,8 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
             f"{dense_parameters():,} dense parameters; means of {plural(len(chosen), 'seed')}. With k = 1 the ranks "
             "average their gradients in every step. With a larger k each rank steps alone and the models are merged "
             "every k steps; the merged second moments are the denominator of all ranks until the next merge. Rows are "
-            "exchanged in every step. Merging saves time where machines share a network link; one machine has none.",
+            "exchanged in every step. Merging saves time where machines share a network link; one machine has none. "
+            "Speeds are comparable only on an idle machine: in the run of 2026-11-16 other programs used both cores.",
         ],
         parts=[
             Figure(name="auc", title="AUC against k", x_label="k", y_label="test AUC", x_scale="log2",

@@ -91,7 +91,8 @@ def test_a_killed_rank_restarts_and_ends_with_the_same_bits(tmp_path: Path, comm
         cwd=killed, env=env, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    # torchrun may end rank 0 before that has noticed that its peer is gone.
+    # torchrun may end rank 0 before that has noticed that its peer is gone. Without torchrun, rank 0 must raise
+    # RankError: test_a_killed_rank of test_restarts.py. No test requires the line of the command.
     reports = ("thermocline: rank 0 of 2 (node 0) cannot continue", "closing signal SIGTERM")
     assert any(report in done.stderr for report in reports), done.stderr
     assert "resumed at step 10" in done.stdout

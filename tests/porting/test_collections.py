@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import gc
 import importlib.util
 import math
 import re
@@ -16,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.embedding_collections import bags, config, features, fill
 from helpers.ssd import SMALL
 
 import thermocline as tc
 from thermocline.torchrec import (
     DataType,
     EmbeddingBagCollection,
-    EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
     JaggedTensor,
@@ -34,24 +33,6 @@ from thermocline.torchrec import (
     prefetch,
 )
 from thermocline.torchrec.in_backward import rows_optimizer
-from thermocline.training.trainer import tables_of
-
-
-def config(name: str = "t", **more: Any) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(**{"num_embeddings": 50, "embedding_dim": 4, "name": name, "feature_names": [], **more})
-
-
-def bags(*configs: EmbeddingBagConfig, **more: Any) -> EmbeddingBagCollection:
-    return EmbeddingBagCollection(configs or [config()], **{"optimizer": tc.SGD(lr=0.5), **more})
-
-
-def features(*keys: str, seed: int = 0, examples: int = 3) -> KeyedJaggedTensor:
-    rng = torch.Generator().manual_seed(seed)
-    keys = keys or ("t",)
-    lengths = torch.randint(0, 4, (len(keys) * examples,), generator=rng)
-    values = torch.randint(0, 50, (int(lengths.sum()),), generator=rng)
-    return KeyedJaggedTensor(keys, values, lengths=lengths)
-
 
 # ---- names, shapes, initial rows
 
@@ -108,7 +89,7 @@ def test_any_init_fn_fills_the_rows() -> None:
 
 def test_init_fn_fills_the_rows_of_each_table_once(tmp_path: Path) -> None:
     def opened(names: str, first: float) -> dict[str, list[float]]:
-        configs = [config(n, init_fn=functools.partial(_fill, first + i)) for i, n in enumerate(names)]
+        configs = [config(n, init_fn=functools.partial(fill, first + i)) for i, n in enumerate(names)]
         ebc = bags(*configs, mem="4MB", ssd=tmp_path / "rows", table_options={"ssd_options": SMALL})
         values = {name: np.unique(table.read_rows(np.arange(50))[0]).tolist() for name, table in ebc.tables.items()}
         assert len(ebc.tiers.row_tables) == 1
@@ -118,10 +99,6 @@ def test_init_fn_fills_the_rows_of_each_table_once(tmp_path: Path) -> None:
 
     assert opened("ab", 1) == {"a": [1], "b": [2]}
     assert opened("abc", 5) == {"a": [1], "b": [2], "c": [7]}  # those of the folder, and a new table
-
-
-def _fill(value: float, weights: torch.Tensor) -> torch.Tensor:
-    return weights.fill_(value)
 
 
 def test_default_memory_holds_num_embeddings_rows() -> None:
@@ -150,50 +127,6 @@ def test_budgets_are_divided_by_size(tmp_path: Path) -> None:
     for table in ebc.tables.values():
         assert table.spec.ssd == tmp_path / table.storage.name
         table.commit()
-
-
-def test_collections_and_tables_share_one_budget(tmp_path: Path) -> None:
-    tiers = tc.Tiers(mem="4MB", ssd=tmp_path, table_options={"ssd_options": SMALL})
-    adam = tc.Adam(lr=0.1)
-    ebc = bags(config("t"), optimizer=adam, tiers=tiers)
-    ec = EmbeddingCollection(
-        [EmbeddingConfig(50, 4, "s", init_fn=functools.partial(_fill, 0.5))], optimizer=adam, tiers=tiers
-    )
-    bag = tc.EmbeddingBag(tiers.table("own", 4, adam), ["t"])
-    alone = bags(config("t"), optimizer=adam)
-    assert (tiers["own"].read([1])[0, :4] != 0).any()  # the first use declares and fills the others
-    assert (tiers["s"].read_rows([1])[0] == 0.5).all()
-    assert sum(table.spec.mem for table in tiers.row_tables) <= 4_000_000
-    for seed in range(3):
-        kjt = features("t", "s", seed=seed)
-        both = ebc(kjt).values().sum() + ec(kjt)["s"].values().sum()
-        (both + bag(alone.batch_of(kjt)).sum()).backward()
-        tiers.step()
-        alone(kjt).values().sum().backward()
-    assert [table.step_count for table in tiers.tables.values()] == [3, 3, 3]
-    ids = np.arange(50)
-    assert np.array_equal(ebc.tables["t"].read(ids), alone.tables["t"].read(ids))
-    assert len(tc.RowOptimizer(tiers).tables) == 1
-    with pytest.raises(ValueError, match=r"both tiers and mem, table_options are given"):
-        bags(tiers=tiers, mem="1MB", table_options={})
-    with pytest.raises(tc.ThermoclineError, match=r"divided at the first use of 'own': make the module before"):
-        bags(config("late"), tiers=tiers)
-    with pytest.raises(ValueError, match=r"RowOptimizer\(\) has no tables: backward updates"):
-        tc.RowOptimizer(*alone.tables.values())
-    with pytest.raises(ValueError, match=r"collection of thermocline\.torchrec, whose rows backward updates"):
-        tables_of(alone)
-
-
-def test_a_shared_budget_waits_for_every_optimizer() -> None:
-    tiers = tc.Tiers(mem="4MB")
-    ready, other = bags(config("a"), tiers=tiers), bags(config("b"), optimizer=None, tiers=tiers)
-    with pytest.raises(RuntimeError, match=r"table 'b' has no optimizer"):
-        ready(features("a"))
-    with pytest.raises(TypeError, match=r"a collection with tiers=\.\.\. cannot be copied"):
-        copy.deepcopy(other)
-    del other
-    gc.collect()
-    assert ready(features("a")).values().shape == (3, 4)
 
 
 # ---- ids

@@ -1,0 +1,61 @@
+"""Collections of `thermocline.torchrec` in an existing `tc.Tiers`: `tiers=`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.embedding_collections import bags, config, features, fill
+from helpers.ssd import SMALL
+
+import thermocline as tc
+from thermocline.torchrec import EmbeddingCollection, EmbeddingConfig
+from thermocline.training.trainer import tables_of
+
+
+def test_collections_and_tables_share_one_budget(tmp_path: Path) -> None:
+    tiers = tc.Tiers(mem="4MB", ssd=tmp_path, table_options={"ssd_options": SMALL})
+    adam = tc.Adam(lr=0.1)
+    ebc = bags(config("t"), optimizer=adam, tiers=tiers)
+    ec = EmbeddingCollection(
+        [EmbeddingConfig(50, 4, "s", init_fn=functools.partial(fill, 0.5))], optimizer=adam, tiers=tiers
+    )
+    bag = tc.EmbeddingBag(tiers.table("own", 4, adam), ["t"])
+    alone = bags(config("t"), optimizer=adam)
+    assert (tiers["own"].read([1])[0, :4] != 0).any()  # the first use declares and fills the others
+    assert (tiers["s"].read_rows([1])[0] == 0.5).all()
+    assert sum(table.spec.mem for table in tiers.row_tables) <= 4_000_000
+    for seed in range(3):
+        kjt = features("t", "s", seed=seed)
+        both = ebc(kjt).values().sum() + ec(kjt)["s"].values().sum()
+        (both + bag(alone.batch_of(kjt)).sum()).backward()
+        tiers.step()
+        alone(kjt).values().sum().backward()
+    assert [table.step_count for table in tiers.tables.values()] == [3, 3, 3]
+    ids = np.arange(50)
+    assert np.array_equal(ebc.tables["t"].read(ids), alone.tables["t"].read(ids))
+    assert len(tc.RowOptimizer(tiers).tables) == 1
+    with pytest.raises(ValueError, match=r"both tiers and mem, table_options are given"):
+        bags(tiers=tiers, mem="1MB", table_options={})
+    with pytest.raises(tc.ThermoclineError, match=r"divided at the first use of 'own': make the module before"):
+        bags(config("late"), tiers=tiers)
+    with pytest.raises(ValueError, match=r"RowOptimizer\(\) has no tables: backward updates"):
+        tc.RowOptimizer(*alone.tables.values())
+    with pytest.raises(ValueError, match=r"collection of thermocline\.torchrec, whose rows backward updates"):
+        tables_of(alone)
+
+
+def test_a_shared_budget_waits_for_every_optimizer() -> None:
+    tiers = tc.Tiers(mem="4MB")
+    ready, other = bags(config("a"), tiers=tiers), bags(config("b"), optimizer=None, tiers=tiers)
+    with pytest.raises(RuntimeError, match=r"table 'b' has no optimizer"):
+        ready(features("a"))
+    with pytest.raises(TypeError, match=r"a collection with tiers=\.\.\. cannot be copied"):
+        copy.deepcopy(other)
+    del other
+    gc.collect()
+    assert ready(features("a")).values().shape == (3, 4)
