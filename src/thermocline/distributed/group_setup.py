@@ -62,7 +62,8 @@ def _allow_store_connections(world: int) -> str | None:
     """Raise the soft limit of open files of the process that hosts the rendezvous store, up to its hard limit.
 
     Only for rank 0, before ranks open their second connections: the store is in its parent, torchrun, or in rank 0
-    itself. Returns the problem if the hard limit is too low.
+    itself. Returns the problem if the connections alone exceed the hard limit. Between that number and `needed` the job
+    may run: some connections may be open and counted already, or the store may be in another process.
     """
     by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = os.getppid() if by_torchrun else os.getpid()
@@ -71,7 +72,7 @@ def _allow_store_connections(world: int) -> str | None:
         hard = _raise_file_limit(host, needed)
     except (OSError, ValueError):  # a process of another user or container: its limit stays as it is
         return None
-    if hard is None:
+    if hard is None or _STORE_CONNECTIONS * world <= hard:
         return None
     name = "torchrun" if by_torchrun else "rank 0"
     return (
