@@ -21,9 +21,10 @@ from helpers.train import budget_for
 import thermocline as tc
 from thermocline.distributed.split_horizon import SplitHorizon
 from thermocline.embedding import table_spec
+from thermocline.embedding.backend import ReadCounts
 from thermocline.embedding.table_spec import LookAheadLimits
 from thermocline.pipeline.horizon_length import HorizonLength, SweepReads
-from thermocline.pipeline.lookahead import AheadItem
+from thermocline.pipeline.lookahead import AheadItem, LookAhead
 from thermocline.tiers import dram_horizon
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.dram_horizon import DramHorizon
@@ -638,6 +639,35 @@ def test_the_horizon_grows_while_the_device_becomes_slower() -> None:
     """The costs of a read that changed between two sweeps are no cost of the longer horizon."""
     assert lengths(8, lambda size: 1000 / size, lambda sweep: 10 * 3**sweep) == [1, 2, 4, 8, 16, 32, 64, 128]
     assert lengths(8, lambda size: 10 * size, lambda sweep: 3.0**-sweep)[5:] == [16, 16, 16]
+
+
+class CountedReads:
+    """Stands for the horizon of a table: its reads so far, and what they cost."""
+
+    def __init__(self, read_cost: float, page_cost: float) -> None:
+        self.read_counts = ReadCounts(0, 0, read_cost, page_cost)
+        self.position = 0.0
+
+    def read(self, reads: int) -> None:
+        self.read_counts = self.read_counts._replace(reads=self.read_counts.reads + reads)
+        self.position += 0.5
+
+
+def test_the_costs_of_tables_are_weighted_by_their_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table on a slow device that has few reads in a sweep hardly changes the price of the sweep."""
+    fast, slow = CountedReads(10, 1), CountedReads(1010, 101)
+    both: list[Any] = [fast, slow]
+    ahead = LookAhead([], both, LookAheadLimits(None, 1 << 20), depth=1, training=True)
+    ahead._counts = {horizon: horizon.read_counts for horizon in both}
+    costs: list[SweepReads] = []
+    monkeypatch.setattr(ahead._length, "swept", lambda batches, read, cost: costs.append(cost))
+    for many, few in [(99, 1), (0, 0), (50, 50)]:
+        for _ in range(2):  # parts of a sweep
+            fast.read(many)
+            slow.read(few)
+            ahead.stats.collected += 1
+            ahead._count_reads(both)
+    assert costs == [SweepReads(20, 2), SweepReads(510, 51), SweepReads(510, 51)]
 
 
 @pytest.mark.parametrize("lookahead", ["3GB", -1, "much", 1.5, True])

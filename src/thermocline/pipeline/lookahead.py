@@ -176,6 +176,7 @@ class LookAhead:
         self._sweep = 0  # number of the present sweep
         self._begun = 0  # batches collected when it began
         self._read = SweepReads(0, 0)  # in it
+        self._weights = [0] * len(tables)  # reads of each table in it
         self._source: Iterator[Batch] = iter(loader)
         self._pipeline: Pipeline[AheadItem] | None = None
         if depth > 1:
@@ -354,12 +355,13 @@ class LookAhead:
     def _count_reads(self, horizons: Sequence[RowHorizon]) -> None:
         """Add the reads since the last call; after a whole sweep, change the length of the horizon."""
         stats, counts = self.stats, self._counts
-        for horizon in horizons:
+        for table, horizon in enumerate(horizons):
             now = horizon.read_counts
             earlier = counts.get(horizon, now)
             if horizon in counts:
                 counts[horizon] = now
             reads, size = max(0, now.reads - earlier.reads), max(0, now.bytes - earlier.bytes)
+            self._weights[table] += reads
             stats.reads += reads
             stats.bytes_read += size
             self._read = SweepReads(self._read.reads + reads, self._read.pages + size / _PAGE)
@@ -367,9 +369,16 @@ class LookAhead:
         if sweep != self._sweep and stats.collected > self._begun:
             batches, self._begun = stats.collected - self._begun, stats.collected
             costs = [horizon.read_counts for horizon in horizons]
-            mean = SweepReads(fmean(now.read_cost for now in costs), fmean(now.page_cost for now in costs))
-            self._length.swept(batches, self._read, mean)
-            self._sweep, self._read = sweep, SweepReads(0, 0)
+            self._length.swept(batches, self._read, _mean_cost(costs, self._weights))
+            self._sweep, self._read, self._weights = sweep, SweepReads(0, 0), [0] * len(self._tables)
             stats.sweeps += 1
             stats.sweep_batches, stats.length = batches, self._length.batches
             self.notify()
+
+
+def _mean_cost(costs: Sequence[ReadCounts], reads: Sequence[int]) -> SweepReads:
+    """Return the mean costs of a read and a page over stores, weighted by their `reads`; equally if there were none."""
+    weights = reads if any(reads) else None
+    return SweepReads(
+        fmean([cost.read_cost for cost in costs], weights), fmean([cost.page_cost for cost in costs], weights)
+    )
