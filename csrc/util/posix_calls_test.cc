@@ -1,4 +1,7 @@
 // The POSIX file system on injected system calls: interruptions, short transfers and errors.
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/time.h>
 #include <unistd.h>
 
@@ -10,6 +13,7 @@
 
 #include "testing/test.h"
 #include "util/error.h"
+#include "util/posix_file.h"
 #include "util/posix_fs.h"
 #include "util/posix_test_util.h"
 
@@ -230,6 +234,62 @@ TEST(PosixFs, ErrnoIsTranslatedToErrorClasses) {
   g_calls = 0;
   CHECK_THROWS(IoError, w->datasync());
   CHECK_EQ(g_calls.load(), 1);  // a failed sync is not retried: the kernel may have dropped the pages
+}
+
+// Inodes that were synced.
+std::vector<ino_t> g_synced;
+
+int recording_fdatasync(int fd) {
+  struct stat st;
+  if (flaky_fdatasync(fd) != 0) return -1;
+  if (::fstat(fd, &st) == 0) g_synced.push_back(st.st_ino);
+  return 0;
+}
+
+TEST(SyncFiles, EveryFileIsSyncedWithFewOpenAtOnce) {
+  TempDir dir;
+  std::vector<std::string> paths;
+  std::vector<ino_t> inodes;
+  for (int i = 0; i < 150; ++i) {
+    paths.push_back(dir / std::to_string(i));
+    Fd fd(open_retry(paths.back(), O_CREAT | O_WRONLY));
+    struct stat st;
+    CHECK_EQ(::fstat(fd.get(), &st), 0);
+    inodes.push_back(st.st_ino);
+  }
+  PosixCalls calls = real_posix_calls();
+  calls.fdatasync = recording_fdatasync;
+  g_synced.clear();
+  g_calls = 0;
+  const int free_fd = Fd(open_retry(paths[0], O_RDONLY)).get();
+  rlimit old{};
+  ::getrlimit(RLIMIT_NOFILE, &old);
+  const rlimit few{rlim_t(free_fd) + 70, old.rlim_max};
+  ::setrlimit(RLIMIT_NOFILE, &few);
+  std::string problem;
+  try {
+    sync_files(paths, calls);
+  } catch (const std::exception& e) {
+    problem = e.what();
+  }
+  ::setrlimit(RLIMIT_NOFILE, &old);
+  CHECK_EQ(problem, "");
+  CHECK(g_synced == inodes);
+  CHECK_EQ(g_calls.load(), 300);  // each file once interrupted
+}
+
+TEST(SyncFiles, ErrorsAreRaised) {
+  TempDir dir;
+  write_pages(*make_posix_fs(IoEngine::kPread), dir / "f", 1);
+  PosixCalls calls = real_posix_calls();
+  calls.fdatasync = failing_fdatasync;
+  g_calls = 0;
+  g_errno = EIO;
+  CHECK(contains(message<IoError>([&] { sync_files({dir / "f"}, calls); }), dir / "f"));
+  g_errno = ENOSPC;
+  CHECK_THROWS(DiskFullError, sync_files({dir / "f"}, calls));
+  CHECK_EQ(g_calls.load(), 2);
+  CHECK_THROWS(NotFoundError, sync_files({dir / "none"}, calls));
 }
 
 TEST(PublishFile, ReplacesTheFileAtomically) {

@@ -4,6 +4,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <chrono>
@@ -24,6 +25,8 @@ std::string describe(const char* verb, const std::string& path, size_t bytes, ui
 // Waits before a failed read is repeated: errors of a path or a controller that resets end within this time.
 constexpr std::array<std::chrono::milliseconds, 3> kRetryAfter{
     std::chrono::milliseconds(1), std::chrono::milliseconds(10), std::chrono::milliseconds(100)};
+
+constexpr size_t kSyncBatch = 64;  // files that sync_files() has open at once
 
 bool is_aligned(size_t n) { return n % kSector == 0; }
 
@@ -55,18 +58,16 @@ int open_retry(const std::string& path, int flags) {
   return fd;
 }
 
-void sync_files(const std::vector<std::string>& paths) {
-  std::vector<std::unique_ptr<Fd>> files;
-  for (const std::string& path : paths) {
-    files.push_back(std::make_unique<Fd>(open_retry(path, O_RDONLY)));
-    if (files.back()->get() < 0) throw_errno(errno, "opening " + path, Intent::kRead);
-    if (::sync_file_range(files.back()->get(), 0, 0, SYNC_FILE_RANGE_WRITE) != 0) errno = 0;  // fsync() writes, too
-  }
-  for (size_t i = 0; i < paths.size(); ++i) {
-    int rc;
-    do rc = ::fsync(files[i]->get());
-    while (rc != 0 && errno == EINTR);
-    if (rc != 0) throw_errno(errno, "fsync of " + paths[i], Intent::kWrite);
+void sync_files(const std::vector<std::string>& paths, const PosixCalls& calls) {
+  for (size_t first = 0; first < paths.size(); first += kSyncBatch) {
+    std::vector<std::unique_ptr<PosixFile>> files;
+    for (size_t i = first; i < std::min(first + kSyncBatch, paths.size()); ++i) {
+      const int fd = open_retry(paths[i], O_RDONLY);
+      if (fd < 0) throw_errno(errno, "opening " + paths[i], Intent::kRead);
+      files.push_back(std::make_unique<PosixFile>(calls, fd, paths[i], false));
+      if (::sync_file_range(fd, 0, 0, SYNC_FILE_RANGE_WRITE) != 0) errno = 0;  // datasync() writes, too
+    }
+    for (auto& file : files) file->datasync();
   }
 }
 

@@ -22,8 +22,9 @@ enum class Intent { kRead, kWrite };
 // Opens with O_CLOEXEC and retries EINTR. Returns the descriptor, or -1 with errno set.
 int open_retry(const std::string& path, int flags);
 
-// Makes files durable. Starts the writes of all before it waits for any: a journal then commits them together.
-void sync_files(const std::vector<std::string>& paths);
+// Makes data and sizes of files durable, 64 files at a time: starts the writes of all before it waits for any, so that
+// a journal commits them together.
+void sync_files(const std::vector<std::string>& paths, const PosixCalls& calls = real_posix_calls());
 
 // Owns a file descriptor.
 class Fd {

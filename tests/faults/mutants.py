@@ -22,7 +22,8 @@ from planted_bugs import Mutant, chosen, plant
 ROOT = Path(__file__).parents[2]
 # Fast suites first: they detect most bugs. A suite that times out counts as a detection.
 SUITES = [
-    *("Horizon.", "PosixFs.", "PublishFile.", "StoreMerges.", "DramWriteAhead.", "StoreCrash.", "StoreFuzz."),
+    *("Horizon.", "PosixFs.", "SyncFiles.", "PublishFile.", "StoreMerges.", "DramWriteAhead."),
+    *("StoreCrash.", "StoreFuzz."),
     *("StoreGet.", "StoreKeyPieces.", "StoreRead", "StoreIo.", "StoreEngine.", "StoreDamage.", "StoreCorrupt."),
     *("StoreRepair.", "StoreManifest.", "StoreFilesFuzz.", "FaultsCorrupt.Misdirected", "FaultsCorrupt.EveryBit"),
     *("FaultsCorrupt.TornPages", "FaultsCrash.", "FaultsIo.", "FaultsFuzz."),
@@ -87,6 +88,12 @@ MUTANTS = [
         "ssd/store.cc",
         "a second sync could succeed without the data.\n    fail(e.what());",
         "a second sync could succeed without the data.\n    throw;",
+    ),
+    Mutant(
+        "a published version is not synced",
+        "util/posix_file.cc",
+        "    for (auto& file : files) file->datasync();\n",
+        "",
     ),
     Mutant(
         "an error of fdatasync is ignored",
