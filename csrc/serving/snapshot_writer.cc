@@ -81,6 +81,7 @@ void SnapshotWriter::finish() {
   std::memcpy(page.data() + sizeof(ssd::PageHeader), &header, sizeof(header));
   ssd::seal_page(page.data(), geometry_, nonce_, 0, ssd::PageKind::kHeader, 0);
   file_->pwrite(page.data(), geometry_.page_bytes, 0);
+  file_->report_write_errors();  // not datasync(), nor an open file until sync_files(): a version may have many files
   file_.reset();
   finished_ = true;
 }

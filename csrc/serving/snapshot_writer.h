@@ -26,7 +26,7 @@ class SnapshotWriter {
   void append(const uint64_t* keys, size_t n, RowsIn rows);
   // Deleted keys, in the same order, each once, none of them appended too.
   void erase(const uint64_t* keys, size_t n);
-  // Writes what is missing. The file is not durable yet: see sync_files().
+  // Writes what is missing; throws the error of any write. The file is not durable yet: see sync_files().
   void finish();
 
   uint32_t row_bytes() const { return geometry_.row_bytes; }

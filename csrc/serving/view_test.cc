@@ -1,9 +1,13 @@
 // Snapshot files and views against a map: random bases, deltas with deletes, damage.
 #include "serving/view.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -17,6 +21,7 @@
 #include "testing/test.h"
 #include "util/error.h"
 #include "util/hash.h"
+#include "util/posix_fs.h"
 
 namespace thermocline::serving {
 namespace {
@@ -94,6 +99,30 @@ void expect_scan(const std::shared_ptr<const View>& view, const Rows& rows, size
     count += n;
   }
   CHECK_EQ(count, rows.size());
+}
+
+// A file system without O_DIRECT, whose device fails while the kernel writes pages back.
+ssize_t buffered_pwrite(int fd, const void* buf, size_t bytes, off_t offset) {
+  if ((::fcntl(fd, F_GETFL) & O_DIRECT) == 0) return ::pwrite(fd, buf, bytes, offset);
+  errno = EINVAL;
+  return -1;
+}
+int failing_fdatasync(int) {
+  errno = EIO;
+  return -1;
+}
+
+TEST(Snapshot, WriteErrorsAreReportedBeforeTheFileIsClosed) {
+  testing::TempDir dir;
+  PosixCalls calls = real_posix_calls();
+  calls.pwrite = buffered_pwrite;
+  calls.fdatasync = failing_fdatasync;
+  const auto fs = make_posix_fs_on(calls, IoEngine::kPread, 0, 0);
+  {
+    SnapshotWriter writer(fs, dir / "f", sizeof(Row));
+    CHECK_THROWS(IoError, writer.finish());
+  }
+  CHECK(!fs->exists(dir / "f"));
 }
 
 TEST(Snapshot, LookupAndScanEqualAMap) {

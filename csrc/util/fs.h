@@ -25,6 +25,9 @@ class File {
   virtual void pwrite(const void* buf, size_t bytes, uint64_t offset) = 0;
   // Makes data and size durable. After a failure the content of the file is unknown.
   virtual void datasync() = 0;
+  // Throws the errors of all writes so far. datasync() of a later open() may miss them: the kernel keeps them with the
+  // inode, which it may evict once the file is closed. Less than datasync(): O_DIRECT has reported them already.
+  virtual void report_write_errors() { datasync(); }
   // Frees the space of an unused tail, if possible.
   virtual void truncate(uint64_t /*bytes*/) noexcept {}
   virtual uint64_t size() = 0;

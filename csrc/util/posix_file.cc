@@ -139,6 +139,10 @@ void PosixFile::datasync() {
   if (rc != 0) throw_errno(errno, "fdatasync of " + path_, Intent::kWrite);
 }
 
+void PosixFile::report_write_errors() {
+  if (!direct_) datasync();
+}
+
 void PosixFile::truncate(uint64_t bytes) noexcept {
   if (::ftruncate(fd_.get(), off_t(bytes)) != 0) errno = 0;  // the space stays in use until the file is deleted
 }

@@ -50,6 +50,7 @@ class PosixFile : public File {
   void pread(void* buf, size_t bytes, uint64_t offset) override;
   void pwrite(const void* buf, size_t bytes, uint64_t offset) override;
   void datasync() override;
+  void report_write_errors() override;
   void truncate(uint64_t bytes) noexcept override;
   uint64_t size() override;
   const std::string& path() const override { return path_; }
