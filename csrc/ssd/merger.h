@@ -75,6 +75,7 @@ class Merger {
   // Whether that log has grown enough since the last copy that the writer should copy its newest rows forward. If the
   // last copy left more than the bound, admit() throws instead.
   bool set_aside_log_is_due() const;
+  // The caller holds the result of pause(): a partition that is set aside after the copy would count as copied.
   void set_aside_log_copied(uint64_t bytes, uint64_t extents);
 
   static constexpr uint64_t kLogRowBytes = 9;  // DRAM per log row: slots of 6 bytes in tables at most 7/8 full

@@ -2,9 +2,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <future>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "ssd/repair.h"
@@ -148,6 +150,29 @@ TEST(StoreDamage, ReadsBesideCopiesSeeTheNewestRows) {
   stop = true;
   CHECK_EQ(reader.get(), 0u);
   CHECK_EQ(store->stats().damaged_partitions, 1u);
+}
+
+// No merge runs until a copy is counted: one that sets another partition aside would add a log that is not copied, and
+// above the bound no further copy would be made.
+TEST(StoreDamage, MergesWaitUntilACopyIsCounted) {
+  auto mem = std::make_shared<MemFs>();
+  make_damaged(*mem, mem);
+  auto fs = std::make_shared<testing::FaultFs>(mem);
+  StoreOptions o = damage_options();
+  o.background_merge = true;
+  auto store = SsdStore::open(fs, "/s/a", o);
+  std::atomic<uint64_t> copies{0}, began{0};
+  fs->on_point([&](std::string_view point) {
+    if (point != "copy.counted" || ++copies > 20) return;
+    const uint64_t merges = store->stats().merges;
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    const StoreStats now = store->stats();
+    began += now.merges - merges + now.merges_running;
+  });
+  for (uint64_t version = 1; version < 30; ++version) put_version(*store, version);
+  CHECK(copies > 3);
+  CHECK_EQ(began.load(), 0u);
+  fs->on_point(nullptr);
 }
 
 // A put while the log of the set-aside partition cannot be copied ends at the stated bound, with the command.
