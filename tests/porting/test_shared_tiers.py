@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers.embedding_collections import bags, config, features, fill
 from helpers.ssd import SMALL
 
@@ -59,3 +60,26 @@ def test_a_shared_budget_waits_for_every_optimizer() -> None:
     del other
     gc.collect()
     assert ready(features("a")).values().shape == (3, 4)
+
+
+def test_new_tables_leave_a_folder_openable_in_any_order(tmp_path: Path) -> None:
+    def opened(*declared: str) -> dict[str, float]:
+        tiers = tc.Tiers(mem="8MB", ssd=tmp_path / "rows", table_options={"ssd_options": SMALL})
+        made = [
+            bags(*map(config, names), tiers=tiers) if names.isupper() else tiers.table(names, 4, tc.SGD(lr=0.5))
+            for names in declared
+        ]
+        assert len(tiers.row_tables) == len(made)
+        if declared == ("A",):
+            tiers["A"].load_rows([1], torch.full((1, 4), 7.0))
+        tiers.commit()
+        values = {name: float(table.read_rows([1])[0][0, 0]) for name, table in tiers.tables.items()}
+        tiers.close()
+        return values
+
+    opened("A")
+    assert opened("x", "A")["A"] == 7  # before: FormatError, as x had the storage of A
+    assert opened("B", "AC", "y", "x")["A"] == 7
+    assert opened("z", "y")  # the tables of modules are not declared
+    for order in (("A", "B", "x", "y", "z"), ("z", "y", "x", "B", "AC"), ("AC", "new", "B")):
+        assert opened(*order)["A"] == 7

@@ -193,14 +193,22 @@ class TableStorages:
             raise ThermoclineError(f"{subject}: the budgets were divided at the first use of {first!r}: {advice}")
 
     def _shared(self, spec: TableSpec, recorded: str | None, module: TableModule | None) -> TableStorage:
-        """Return the storage of a table: the recorded one, or the first of its layout that fits."""
+        """Return the storage of a table: the recorded one, or the first of its layout that fits.
+
+        A table that is not recorded does not take the name of a recorded storage before one of its tables is declared:
+        the module and the optimizer of that storage are not known until then.
+        """
+        taken = {entry["storage"] for entry in (self._recorded or {}).values()}
         layout = {key: value for key, value in spec.layout.items() if key != "initial"}
         digest = hashlib.blake2b(json.dumps(layout, sort_keys=True).encode(), digest_size=4).hexdigest()
         base = f"{_PREFIX}{spec.dim}.{layout['optimizer']['kind'].lower()}.{digest}"
         number = 1
         while True:
             name = recorded or (base if number == 1 else f"{base}.{number}")
+            number += 1
             if name not in self._storages:
+                if not recorded and name in taken:
+                    continue
                 merged = _with_name(spec, name)
                 self._storages[name] = TableStorage(self, merged, {}, merged=True, module=module)
                 for other, entry in (self._recorded or {}).items():
@@ -217,10 +225,8 @@ class TableStorages:
             if recorded:
                 raise FormatError(
                     f"table {spec.name!r} has {spec.optimizer}, but is stored in {self._tiers.ssd} with tables "
-                    f"{list(storage.members)}, which have {storage.spec.optimizer}: use one learning rate, or declare "
-                    "the tables of the folder before new ones"
+                    f"{list(storage.members)}, which have {storage.spec.optimizer}: use one learning rate"
                 )
-            number += 1
 
     # ---- the record of a folder
 
