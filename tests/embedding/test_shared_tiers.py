@@ -321,16 +321,27 @@ def test_statistics_are_counted_per_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [{"unused_steps": 1}, {"max_rows": 7, "order": "frequency"}, {"min_norm": 0.2}], ids=str
+    "rule", [{"unused_steps": 1}, {"max_rows": 7, "order": "frequency"}, {"min_norm": 2.3}], ids=str
 )
-def test_expired_rows_are_those_of_a_separate_table(rule: Any) -> None:
-    scenario, data = Scenario(11, tc.SGD(lr=0.1), statistics=["frequency", "last_step"]), batches(3)
-    ours, theirs = scenario.shared(), scenario.separate()
+@pytest.mark.parametrize("ssd", [False, True], ids=["dram", "ssd"])
+def test_expired_rows_are_those_of_a_separate_table(rule: Any, ssd: bool, tmp_path: Path) -> None:
+    scenario = Scenario(11, tc.SGD(lr=0.1), dims=(16,), statistics=["frequency", "last_step"])
+    stored: Any = {"mem": "24KB", "ssd": tmp_path, "lookahead": 0, "table_options": {"ssd_options": SMALL}}
+    ours, theirs, data = scenario.shared(**(stored if ssd else {})), scenario.separate(), batches(3)
     for world in (ours, theirs):
         train(world, data, used=0.7)
+    trained, evicted = ours.trained_ids()["t1"], set()
+    for i in trained:
+        before = ours.tables["t1"].dram.read_from_store
+        ours.tables["t1"].read([i])
+        evicted |= {i} if ours.tables["t1"].dram.read_from_store > before else set()
     deleted = [world.tables["t1"].expire(tc.Expiry(every=1, **rule)) for world in (ours, theirs)]
     assert deleted[0] == deleted[1] > 0
     assert ours.trained_ids() == theirs.trained_ids()
+    gone = {*trained} - {*ours.trained_ids()["t1"]}
+    if ssd:  # rows in DRAM and rows in the store only
+        assert gone & evicted
+        assert gone - evicted
     require_equal(ours, theirs, train(ours, data), train(theirs, data))
 
 
