@@ -55,7 +55,10 @@ class DiskFullError(IoError):
 
 
 class RankError(ThermoclineError):
-    """Another rank exited, timed out, or called a different collective."""
+    """Another rank exited, timed out, called a different collective, or sent its error."""
+
+    all_connected = False
+    """Whether another rank sent its error, and all ranks can continue."""
 
 
 class ConfigError(ThermoclineError, ValueError):

@@ -429,6 +429,10 @@ def test_half_and_deepcopy_give_a_reason() -> None:
     with pytest.raises(TypeError, match="table 't' cannot change its dtype: outputs are float32"):
         ebc.half()
     copy.deepcopy(ebc)  # before the first use there are no rows
+    for unusable in (bags(optimizer=None, mem="1MB"), bags(config(init_fn=lambda weights: 1 / 0), mem="1MB")):
+        with pytest.raises((RuntimeError, ZeroDivisionError)):
+            unusable(features())
+        copy.deepcopy(unusable)  # nor after one that failed
     trained(ebc)
     with pytest.raises(TypeError, match="table 't' cannot be copied"):
         copy.deepcopy(ebc)

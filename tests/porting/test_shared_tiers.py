@@ -6,13 +6,16 @@ import copy
 import functools
 import gc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers.embedding_collections import bags, config, features, fill
 from helpers.ssd import SMALL
 
 import thermocline as tc
+from thermocline.embedding.member_table import MemberTable
 from thermocline.torchrec import EmbeddingCollection, EmbeddingConfig
 from thermocline.training.trainer import tables_of
 
@@ -59,3 +62,59 @@ def test_a_shared_budget_waits_for_every_optimizer() -> None:
     del other
     gc.collect()
     assert ready(features("a")).values().shape == (3, 4)
+
+
+def test_new_tables_leave_a_folder_openable_in_any_order(tmp_path: Path) -> None:
+    def opened(*declared: str) -> dict[str, float]:
+        tiers = tc.Tiers(mem="8MB", ssd=tmp_path / "rows", table_options={"ssd_options": SMALL})
+        made = [
+            bags(*map(config, names), tiers=tiers) if names.isupper() else tiers.table(names, 4, tc.SGD(lr=0.5))
+            for names in declared
+        ]
+        assert len(tiers.row_tables) == len(made)
+        if declared == ("A",):
+            tiers["A"].load_rows([1], torch.full((1, 4), 7.0))
+        tiers.commit()
+        values = {name: float(table.read_rows([1])[0][0, 0]) for name, table in tiers.tables.items()}
+        tiers.close()
+        return values
+
+    opened("A")
+    assert opened("x", "A")["A"] == 7  # before: FormatError, as x had the storage of A
+    assert opened("B", "AC", "y", "x")["A"] == 7
+    assert opened("z", "y")  # the tables of modules are not declared
+    for order in (("A", "B", "x", "y", "z"), ("z", "y", "x", "B", "AC"), ("AC", "new", "B")):
+        assert opened(*order)["A"] == 7
+
+
+def test_initial_rows_are_loaded_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = tc.Tiers(mem="4MB", ssd=tmp_path, table_options={"ssd_options": SMALL})
+    made = [bags(config(n, init_fn=functools.partial(fill, i)), tiers=tiers) for i, n in enumerate("abc", 1)]
+    load, loaded = MemberTable.load_rows, []
+
+    def load_first_half(self: MemberTable, ids: Any, rows: Any) -> None:
+        loaded.append(self.name)
+        load(self, ids[:25], rows[:25])
+        self.commit()
+        raise OSError("disk is full")
+
+    monkeypatch.setattr(MemberTable, "load_rows", load_first_half)
+    for use in (lambda: made[1](features("b")), lambda: tiers["c"].read([1]), tiers.commit):
+        with pytest.raises(OSError, match="disk is full"):
+            use()
+    assert loaded == ["a", "a", "a"]
+    monkeypatch.undo()
+    assert [np.unique(tiers[name].read_rows(np.arange(50))[0]).tolist() for name in "abc"] == [[1], [2], [3]]
+    tiers["a"].load_rows([1], np.zeros((1, 4), np.float32))
+    assert len(tiers.row_tables) == 3
+    assert not tiers["a"].read_rows([1])[0].any()  # they are loaded once
+
+
+@pytest.mark.timeout(60)
+def test_an_init_fn_cannot_use_tables_of_its_budget() -> None:
+    tiers = tc.Tiers(mem="4MB")
+    other = tiers.table("other", 4, tc.SGD(lr=0.5))
+    ebc = bags(config("t", init_fn=lambda weights: weights.copy_(torch.from_numpy(other.read(range(50))))), tiers=tiers)
+    for use in (lambda: ebc(features()), lambda: other.read([1])):
+        with pytest.raises(tc.ThermoclineError, match=r"used while all tables .* opened: an init_fn must not use them"):
+            use()

@@ -15,7 +15,7 @@ from helpers.train import weights_of
 import thermocline as tc
 from thermocline import serving
 from thermocline.cli.serving import ExportOptions, export
-from thermocline.errors import ConfigError, ThermoclineError
+from thermocline.errors import ConfigError, RankError, ThermoclineError
 from thermocline.serving.version import read_version, versions
 from thermocline.training.run import Run
 from thermocline.training.scoring import Scorer
@@ -191,6 +191,24 @@ def test_a_failure_of_the_dense_model_is_one_of_publishing(ads: Path, monkeypatc
         train(ads, train__run_dir=ads / "other", **options)
     monkeypatch.undo()
     assert warned == train(ads, train__run_dir=ads / "whole")[0]
+
+
+@pytest.mark.parametrize("on_error", ["stop", "warn"])
+@pytest.mark.parametrize(
+    "lost_in",
+    ["thermocline.training.publisher.publish_table", "thermocline.training.rank_coordinator.RankCoordinator.merged"],
+)
+def test_a_lost_rank_is_no_failure_of_publishing(
+    ads: Path, monkeypatch: pytest.MonkeyPatch, lost_in: str, on_error: str
+) -> None:
+    def lose(*_: Any, **__: Any) -> Any:
+        raise RankError("another rank exited")
+
+    monkeypatch.setattr(lost_in, lose)
+    monkeypatch.setattr(tc.Trainer, "save", lambda self: pytest.fail("save() is collective"))
+    options: dict[str, Any] = {"publish__folder": ads / "served", "publish__every_steps": 4}
+    with pytest.raises(RankError, match=r"^another rank exited$"):
+        train(ads, publish__on_error=on_error, **options)
 
 
 def test_settings() -> None:

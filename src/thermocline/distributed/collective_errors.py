@@ -132,5 +132,12 @@ def _describe(error: Exception) -> tuple[str, str]:
 def _rank_error(rank: int, doing: str, error: Any) -> RankError:
     match error:
         case (str(kind), str(text)):
-            return RankError(f"rank {rank} failed while {doing}: {kind}: {text}")
+            return sent_error(rank, doing, f"{kind}: {text}")
     return RankError(f"rank {rank} failed while {doing}")
+
+
+def sent_error(rank: int, doing: str, text: str) -> RankError:
+    """Return the error of another rank, which has sent it: all ranks can continue."""
+    error = RankError(f"rank {rank} failed while {doing}: {text}")
+    error.all_connected = True
+    return error

@@ -79,7 +79,7 @@ class TableStorage:
     @property
     def table(self) -> Table:
         """The table that stores the rows. Opens all storages of the owner."""
-        if self.opened is None:
+        if not self._owner.is_ready:
             self._owner.open()
         assert self.opened is not None
         return self.opened
@@ -147,8 +147,14 @@ class TableStorages:
         self.tables: dict[str, MemberTable] = {}
         """The declared tables by name."""
         self.is_open = False
+        self.is_ready = False
+        """Whether the tables are open and have their initial rows."""
         self._modules: list[weakref.ref[TableModule]] = []
-        self._lock = threading.Lock()
+        self._unfilled: list[TableModule] = []
+        """Modules of open tables whose initial rows are not loaded yet."""
+        self._lock = threading.RLock()
+        self._phase: Literal["", "opening", "filling"] = ""
+        """What the thread that has the lock does."""
         self._recorded: dict[str, Any] | None = None
 
     # ---- declaration
@@ -193,14 +199,22 @@ class TableStorages:
             raise ThermoclineError(f"{subject}: the budgets were divided at the first use of {first!r}: {advice}")
 
     def _shared(self, spec: TableSpec, recorded: str | None, module: TableModule | None) -> TableStorage:
-        """Return the storage of a table: the recorded one, or the first of its layout that fits."""
+        """Return the storage of a table: the recorded one, or the first of its layout that fits.
+
+        A table that is not recorded does not take the name of a recorded storage before one of its tables is declared:
+        the module and the optimizer of that storage are not known until then.
+        """
+        taken = {entry["storage"] for entry in (self._recorded or {}).values()}
         layout = {key: value for key, value in spec.layout.items() if key != "initial"}
         digest = hashlib.blake2b(json.dumps(layout, sort_keys=True).encode(), digest_size=4).hexdigest()
         base = f"{_PREFIX}{spec.dim}.{layout['optimizer']['kind'].lower()}.{digest}"
         number = 1
         while True:
             name = recorded or (base if number == 1 else f"{base}.{number}")
+            number += 1
             if name not in self._storages:
+                if not recorded and name in taken:
+                    continue
                 merged = _with_name(spec, name)
                 self._storages[name] = TableStorage(self, merged, {}, merged=True, module=module)
                 for other, entry in (self._recorded or {}).items():
@@ -217,10 +231,8 @@ class TableStorages:
             if recorded:
                 raise FormatError(
                     f"table {spec.name!r} has {spec.optimizer}, but is stored in {self._tiers.ssd} with tables "
-                    f"{list(storage.members)}, which have {storage.spec.optimizer}: use one learning rate, or declare "
-                    "the tables of the folder before new ones"
+                    f"{list(storage.members)}, which have {storage.spec.optimizer}: use one learning rate"
                 )
-            number += 1
 
     # ---- the record of a folder
 
@@ -292,17 +304,40 @@ class TableStorages:
     # ---- opening
 
     def open(self) -> list[Table]:
-        """Divide the budgets and open all storages, once. Return their tables."""
-        modules: list[TableModule] = []
+        """Divide the budgets, open all storages and load initial rows, once. Return their tables.
+
+        A call after an error continues where that error was raised.
+        """
         with self._lock:
-            if not self.is_open:
-                modules = [module for each in self._modules if (module := each()) is not None]
-                for module in modules:
-                    module.declare_tables()
-                self._open()
-        for module in modules:
-            module.fill_tables()
-        return [storage.table for storage in self._storages.values()]
+            if self._phase == "opening":
+                raise ThermoclineError(
+                    "a table of tc.Tiers is used while all tables of this tc.Tiers are declared and opened: an init_fn "
+                    "must not use them"
+                )
+            if not self.is_ready and not self._phase:
+                try:
+                    self._phase = "opening"
+                    self._declare_and_open()
+                    self._phase = "filling"
+                    self._fill()
+                finally:
+                    self._phase = ""
+        return [storage.opened for storage in self._storages.values() if storage.opened is not None]
+
+    def _declare_and_open(self) -> None:
+        if not self.is_open:
+            modules = [module for each in self._modules if (module := each()) is not None]
+            for module in modules:
+                module.declare_tables()
+            self._open()
+            self._unfilled = modules
+
+    def _fill(self) -> None:
+        """Load the initial rows of modules. Those that are left after an error are loaded by the next use."""
+        while self._unfilled:
+            self._unfilled[0].fill_tables()
+            del self._unfilled[0]
+        self.is_ready = True
 
     def _open(self) -> None:
         if not self.tables:

@@ -111,14 +111,20 @@ class _Collection(torch.nn.Module):
 
     def _open(self) -> None:
         """Declare and open all tables, as the budgets are divided by their sizes."""
-        if self._tiers is None:
-            budgets = {name: value for name, value in self._budgets.items() if value is not None}
-            if self._budgets["mem"] is None:
-                budgets["mem"] = sum(_bytes_of(rows.config, rows.chosen_optimizer()) for rows in self._rows)
-            tiers = Tiers(**budgets, table_options=self._table_options)
-            tiers.add_module(self)
-            self._tiers = tiers
-        self._tiers.row_tables  # noqa: B018 - opens them
+        if self._tiers is not None:
+            self._tiers.row_tables  # noqa: B018 - opens them
+            return
+        budgets = {name: value for name, value in self._budgets.items() if value is not None}
+        if self._budgets["mem"] is None:
+            budgets["mem"] = sum(_bytes_of(rows.config, rows.chosen_optimizer()) for rows in self._rows)
+        self._tiers = Tiers(**budgets, table_options=self._table_options)
+        self._tiers.add_module(self)
+        try:
+            self._tiers.row_tables  # noqa: B018
+        except BaseException:
+            if not any(rows.is_declared for rows in self._rows):
+                self._tiers = None  # the collection is unused still, and can be copied
+            raise
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         if self._tiers is not None and not any(rows.is_declared for rows in self._rows):

@@ -41,7 +41,9 @@ class TableRows(torch.nn.Module):
         self.bags = torch.nn.ModuleList()
         self._table: MemberTable | None = None
         self._filled: torch.Tensor | None = None
-        """Initial rows that are no function of the id, until the table is opened."""
+        """Initial rows that are no function of the id, until they are loaded."""
+        self._loading = False
+        """Whether loading them has begun."""
         self._attached = 0
         """Optimizers that the parameter had when the table was opened."""
 
@@ -89,9 +91,13 @@ class TableRows(torch.nn.Module):
 
     def fill(self) -> None:
         """Load the initial rows if they are no function of the id."""
-        rows, self._filled = self._filled, None
-        if rows is not None and not self.table.in_store([0]).any():  # else a folder with rows of this table
-            self.table.load_rows(torch.arange(len(rows)), rows)
+        if self._filled is None:
+            return
+        # A folder with rows of this table keeps them. After an error, row 0 may be one of those that were loaded.
+        self._loading = self._loading or not self.table.in_store([0]).any()
+        if self._loading:
+            self.table.load_rows(torch.arange(len(self._filled)), self._filled)
+        self._filled = None
 
     def ready_bags(self) -> list[EmbeddingBag]:
         """Return the bags, frozen or not as the parameter is. Opens the table."""

@@ -13,7 +13,7 @@ from thermocline.config.publish import SERVED, Publish
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.embedding.expiry import Expiry
 from thermocline.embedding.table import Table
-from thermocline.errors import NotFoundError, ThermoclineError
+from thermocline.errors import NotFoundError, RankError, ThermoclineError
 from thermocline.serving import Publication, ServedRows, Version
 from thermocline.serving.version import read_current, read_version, versions
 from thermocline.training.callbacks import Callback
@@ -110,6 +110,8 @@ class Publisher(Callback):
             if not delta:
                 runner.broadcast(_DOING, self._retire)
         except (OSError, ValueError, ThermoclineError) as error:
+            if isinstance(error, RankError) and not error.all_connected:
+                raise  # a rank is lost: the others can neither continue nor save
             self._published_at = time.monotonic()
             self._fail(trainer, f"publish.folder is {str(self._folder)!r}: step {step} cannot be published: {error}")
         else:

@@ -16,9 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from thermocline.distributed.collective_errors import CollectiveRunner
+from thermocline.distributed.collective_errors import CollectiveRunner, sent_error
 from thermocline.embedding.table import Table
-from thermocline.errors import RankError
 from thermocline.serving.changes import merge_by_hash
 from thermocline.serving.served_rows import ServedRows
 from thermocline.serving.version import ExtraFile, TableFile, Version
@@ -105,7 +104,7 @@ class RankRows(RowSource):
                 break
             self._perform(command)
         if command["error"]:
-            raise RankError(f"rank 0 failed while {_DOING}: {command['error']}")
+            raise sent_error(0, _DOING, command["error"])
         return _version(command["version"])
 
     def _perform(self, command: dict[str, Any]) -> list[Any]:
