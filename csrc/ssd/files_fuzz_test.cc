@@ -243,7 +243,7 @@ Input read_input(std::string_view data) {
 
 // ---- actions
 
-// What opening a store reads from a base file, its fences, or from a log segment, the hashes of its keys.
+// Loads what opening a store reads: the fences of a base file, or the hashes of the keys of a log segment.
 std::vector<uint64_t> load_data_file(const std::string& path, const std::string& bytes) {
   const Image& from = image();
   auto fs = std::make_shared<MemFs>();

@@ -154,7 +154,7 @@ class TableStorages:
         """Modules of open tables whose initial rows are not loaded yet."""
         self._lock = threading.RLock()
         self._phase: Literal["", "opening", "filling"] = ""
-        """What the thread that has the lock does."""
+        """Phase of `open` in the thread that has the lock."""
         self._recorded: dict[str, Any] | None = None
 
     # ---- declaration

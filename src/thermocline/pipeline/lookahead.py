@@ -175,8 +175,8 @@ class LookAhead:
         self._counts: dict[RowHorizon, ReadCounts] = {}  # when they were last counted: loads may go on between calls
         self._sweep = 0  # number of the present sweep
         self._begun = 0  # batches collected when it began
-        self._read = SweepReads(0, 0)  # in it
-        self._weights = [0] * len(tables)  # reads of each table in it
+        self._reads = [0] * len(tables)  # of each table in it
+        self._pages = 0.0  # read in it
         self._source: Iterator[Batch] = iter(loader)
         self._pipeline: Pipeline[AheadItem] | None = None
         if depth > 1:
@@ -355,22 +355,22 @@ class LookAhead:
     def _count_reads(self, horizons: Sequence[RowHorizon]) -> None:
         """Add the reads since the last call; after a whole sweep, change the length of the horizon."""
         stats, counts = self.stats, self._counts
-        for table, horizon in enumerate(horizons):
-            now = horizon.read_counts
+        current = [horizon.read_counts for horizon in horizons]
+        for table, (horizon, now) in enumerate(zip(horizons, current, strict=True)):
             earlier = counts.get(horizon, now)
             if horizon in counts:
                 counts[horizon] = now
             reads, size = max(0, now.reads - earlier.reads), max(0, now.bytes - earlier.bytes)
-            self._weights[table] += reads
+            self._reads[table] += reads
+            self._pages += size / _PAGE
             stats.reads += reads
             stats.bytes_read += size
-            self._read = SweepReads(self._read.reads + reads, self._read.pages + size / _PAGE)
         sweep = int(min(horizon.position for horizon in horizons))
         if sweep != self._sweep and stats.collected > self._begun:
             batches, self._begun = stats.collected - self._begun, stats.collected
-            costs = [horizon.read_counts for horizon in horizons]
-            self._length.swept(batches, self._read, _mean_cost(costs, self._weights))
-            self._sweep, self._read, self._weights = sweep, SweepReads(0, 0), [0] * len(self._tables)
+            read = SweepReads(sum(self._reads), self._pages)
+            self._length.swept(batches, read, _mean_cost(current, self._reads))
+            self._sweep, self._reads, self._pages = sweep, [0] * len(self._tables), 0.0
             stats.sweeps += 1
             stats.sweep_batches, stats.length = batches, self._length.batches
             self.notify()

@@ -109,14 +109,8 @@ class Version:
 
     def to_json(self) -> bytes:
         """Return the manifest with its own digest."""
-        content = {"format": FORMAT, **_fields(self)}
-        content["tables"] = [_fields(table) for table in self.tables]
-        content["files"] = [_fields(file) for file in self.files]
+        content = {"format": FORMAT, **dataclasses.asdict(self)}
         return json.dumps({**content, "digest": _digest(content)}).encode() + b"\n"
-
-
-def _fields(value: Version | TableFile | ExtraFile) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def _digest(content: dict[str, Any]) -> str:

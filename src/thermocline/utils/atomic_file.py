@@ -111,7 +111,7 @@ def _remove_stale(path: Path) -> None:
     """Remove temporary files for `path` that no process has locked."""
     name = re.compile(re.escape(_prefix(path)) + r"[0-9a-f]{16}\.tmp")
     for entry in os.scandir(path.parent):
-        if entry.name.startswith(".") and name.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+        if name.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
             with contextlib.suppress(OSError):  # locked: in use; or removed by another process
                 descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
