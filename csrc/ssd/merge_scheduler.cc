@@ -18,7 +18,10 @@ std::optional<uint64_t> MergeScheduler::wait_for_work() {
 void MergeScheduler::finish_round(uint64_t ticket, std::optional<Demand> next, std::exception_ptr error) {
   {
     std::lock_guard lock(mutex_);
-    if (error) error_ = std::move(error);
+    if (error && (!error_ || ticket >= error_ticket_)) {
+      error_ = std::move(error);
+      error_ticket_ = ticket;
+    }
     if (!next || demand_updates_ == ticket) demand_ = next.value_or(Demand::kNone);
     ++rounds_;
     --running_;
@@ -68,10 +71,10 @@ bool MergeScheduler::request_round(uint64_t seen) {
   if (stopped_) return false;
   error_ = nullptr;  // space may have been freed since
   demand_ = Demand::kUrgent;
-  ++demand_updates_;
+  const uint64_t request = ++demand_updates_;
   wake_.notify_all();
   progress_.wait(lock, [&] { return rounds_ != seen || stopped_; });
-  if (error_) std::rethrow_exception(error_);
+  if (error_ && error_ticket_ >= request) std::rethrow_exception(error_);
   return true;
 }
 

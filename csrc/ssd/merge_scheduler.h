@@ -32,8 +32,8 @@
 //     stand_by() does not increase it: a writer that waits for progress is not woken without any.
 //  3. Writes under demand kUrgent or for a foreground caller leave no negative credit.
 //  4. After a failed round no merge starts until a writer clears error_, by on_flush() or request_round(); those that
-//  run
-//     go on.
+//     run go on. request_round() throws only the error of a round that began after the request: an earlier round may
+//     have failed for a cause that is removed since, such as a full disk. The writer then asks for another round.
 //
 // Thread safety: all methods may run concurrently; wait_for_work(), finish_round() and stand_by() belong to background
 // threads. mutex_ protects all state and is held only inside these methods, never during I/O or with another lock of
@@ -71,7 +71,7 @@ class MergeScheduler {
   void on_flush(int64_t credit, Demand demand);
   uint64_t rounds() const;
   // Writer: clears an earlier error, sets kUrgent and blocks until the number of rounds differs from `seen`. Throws the
-  // error of a round that failed meanwhile. Returns false if the scheduler was stopped before the call.
+  // error of a round that began and failed meanwhile. Returns false if the scheduler was stopped before the call.
   bool request_round(uint64_t seen);
 
   void stop();
@@ -101,7 +101,8 @@ class MergeScheduler {
   int foreground_ = 0;           // Foreground objects
   uint64_t demand_updates_ = 0;  // by writers; tickets compare it
   uint64_t rounds_ = 0;          // finished by background threads
-  std::exception_ptr error_;     // of the last failed round
+  std::exception_ptr error_;     // of the failed round that began last
+  uint64_t error_ticket_ = 0;    // its ticket
   bool stopped_ = false;
 };
 

@@ -1,5 +1,6 @@
 // Several merges at once: they overlap, stay within the memory budget, and fail independently.
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -242,6 +243,25 @@ TEST(StoreMerges, CloseAbandonsAllOfThem) {
     CHECK_EQ(store->note(), "kept");
     CHECK_EQ(store->count(), 20000u);
   }
+}
+
+// A merge that began before a writer asked for one may have failed on a disk that was full then.
+TEST(StoreMerges, AWriterGetsOnlyErrorsOfLaterMerges) {
+  ssd::MergeScheduler scheduler(1);
+  const auto full = std::make_exception_ptr(DiskFullError("full", ENOSPC));
+  const auto request = [&] {
+    return std::async(std::launch::async, [&, seen = scheduler.rounds()] { return scheduler.request_round(seen); });
+  };
+  scheduler.on_flush(1, ssd::MergeScheduler::Demand::kPaced);
+  const uint64_t before = *scheduler.wait_for_work();
+  auto first = request();
+  const uint64_t after = *scheduler.wait_for_work();  // the one thread is in use: only a request starts this round
+  scheduler.finish_round(before, std::nullopt, full);
+  CHECK(first.get());
+  scheduler.finish_round(after, ssd::MergeScheduler::Demand::kNone, nullptr);
+  auto second = request();
+  scheduler.finish_round(*scheduler.wait_for_work(), std::nullopt, full);
+  CHECK_THROWS(DiskFullError, second.get());
 }
 
 // Merges of the caller's thread, as when a store is opened, do not use up the credit of paced merging.

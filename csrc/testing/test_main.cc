@@ -109,12 +109,12 @@ int main(int argc, char** argv) {
       ++passed;
     } else {
       std::printf("  %s\n", reason.c_str());
-      failed.push_back(test.name);
+      failed.push_back(test.name + ": " + reason);  // again at the end, which is what a cut output keeps
     }
   }
   if (list) return 0;
   std::printf("%zu passed, %zu failed\n", passed, failed.size());
-  for (const auto& name : failed) std::printf("  %s\n", name.c_str());
+  for (const auto& line : failed) std::printf("  %s\n", line.c_str());
   if (passed + failed.size() == 0) {
     std::fprintf(stderr, "no test matches\n");
     return 2;
