@@ -236,7 +236,7 @@ def test_measuring_is_reported_on_stderr(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     base = ["plan", "--preset", "B/100000"]
     done = CliRunner().invoke(app, base)
-    assert "takes minutes (--measure FILE saves the result, --hardware FILE reads it)" in done.stderr
+    assert "takes about a minute (--measure FILE saves the result, --hardware FILE reads it)" in done.stderr
     done = CliRunner().invoke(app, [*base, "--hardware", "paper", "--measure", "node.toml", "--json"])
     assert json.loads(done.stdout)["hardware"]["source"].endswith("costs of a core measured on this machine now")
     assert "saved to node.toml: use it with --hardware node.toml" in done.stderr

@@ -219,12 +219,12 @@ def hardware(path: Path | None, into: Path | None) -> Any:
         return paper_node(Hardware.load(name).cpu, f"of {name}") if name else paper_node()
     if path is not None and kind != "paper":
         return Hardware.load(path)
-    if into is not None:  # before minutes of measuring
+    if into is not None:  # before a minute of measuring
         atomic_file.make_writable(into.absolute().parent, "the folder of --measure")
     from thermocline.planner.calibrate import PARTS, measure
 
     target = "--measure FILE saves the result, --hardware FILE reads it" if into is None else f"saved to {into}"
-    print(f"measuring this machine, which takes minutes ({target})", file=sys.stderr, flush=True)
+    print(f"measuring this machine, which takes about a minute ({target})", file=sys.stderr, flush=True)
     with progress("measuring this machine", PARTS, "parts") as advance:
         measured = measure(None if into is None else into.absolute().parent, lambda: advance(1))
     if into is not None:

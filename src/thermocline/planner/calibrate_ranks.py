@@ -36,6 +36,7 @@ from thermocline.embedding.optimizers import RowWiseAdagrad
 from thermocline.embedding.table import Table
 from thermocline.errors import ThermoclineError
 from thermocline.pipeline.prefetch import prefetch
+from thermocline.utils.malloc import keep_freed_memory
 
 DIMS = (8, 64)
 BATCH, SMALL_BATCH = 4096, 16
@@ -79,6 +80,7 @@ def measure_ranks(
 
 def main(rendezvous: str, repeats: int, training_steps: int, rank: int) -> None:
     """Measure as one of the two ranks and print the figures as JSON."""
+    keep_freed_memory()  # as training does
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     topology = Topology(2, rank, ((0, 1),))
