@@ -132,3 +132,26 @@ def test_the_median_round_of_a_depth_counts(load: Any) -> None:
     module = load("hbm_tier")
     assert module.TARGET == 3.5
     assert module.median_run([{"ms": 5.0}, {"ms": 3.0}, {"ms": 4.0}]) == {"ms": 4.0}
+
+
+# ---- gpu_soak.py
+
+
+def test_soak_and_comparison_of_bits_run(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load("hbm_step"), "BATCHES", 2)
+    load("gpu_soak").main(["--tiny", "--json", str(tmp_path / "out.json")])
+    record = json.loads((tmp_path / "out.json").read_text())
+    samples = record["soak"]["samples"]
+    assert len(samples) == record["soak"]["steps"] == 6
+    assert all(sample["resident"] > 0 for sample in samples)
+    assert record["auto"]["steps"] == record["off"]["steps"] == 6
+    assert record["auto"]["digest"] == record["off"]["digest"]
+    (equal,) = (claim for claim in record["claims"] if claim["name"].startswith("bits after 6 steps"))
+    assert equal["met"]
+
+
+def test_growth_is_that_of_the_last_third(load: Any) -> None:
+    soak = load("gpu_soak")
+    steady = [{"resident": value} for value in (10, 50, 90, 100, 99, 100, 100, 98, 100)]
+    assert soak.growth(steady, "resident") == 1.0
+    assert soak.growth([*steady[:-1], {"resident": 102}], "resident") == 1.02 > soak.LIMITS["resident"]
