@@ -47,32 +47,34 @@ def keys_of_rows(rows: Sequence[int], begin: float = 0.0, end: float = 1.0, piec
     """Yield the keys of every feature from fraction `begin` to `end` of its rows, the most frequent first."""
     for first, count in zip(itertools.accumulate(rows, initial=0), rows, strict=False):
         for start in range(first + int(begin * count), first + int(end * count), piece):
-            numbers = torch.arange(start, min(first + int(end * count), start + piece), device=_device())
+            numbers = torch.arange(start, min(first + int(end * count), start + piece), device=dense_device())
             yield key_of(numbers).cpu().numpy().view(np.uint64)
 
 
 def make_batch(rows: Sequence[int], hotness: Sequence[int], examples: int, seed: int) -> tc.Batch:
     """Make a batch in page-locked memory: ids by a power law of exponent ALPHA per feature, random labels."""
-    device = _device()
+    device = dense_device()
     generator = torch.Generator(device).manual_seed(seed)
     g, columns = 1.0 - ALPHA, []
     for first, count, ids in zip(itertools.accumulate(rows, initial=0), rows, hotness, strict=False):
         uniform = torch.rand(examples, ids, generator=generator, device=device, dtype=torch.float64)
         rank = ((uniform * (count**g - 1.0) + 1.0) ** (1.0 / g)).long().clamp(1, count) - 1
         columns.append(key_of(rank + first))
-    keys = _host(torch.cat(columns, 1).flatten())
+    keys = page_locked(torch.cat(columns, 1).flatten())
     bags = torch.tensor(hotness).repeat(examples)
-    offsets = _host(torch.cat([torch.zeros(1, dtype=torch.int64), bags.cumsum(0)]))
-    dense = _host(torch.randn(examples, DENSE, generator=generator, device=device))
-    label = _host((torch.rand(examples, generator=generator, device=device) < 0.3).float())
+    offsets = page_locked(torch.cat([torch.zeros(1, dtype=torch.int64), bags.cumsum(0)]))
+    dense = page_locked(torch.randn(examples, DENSE, generator=generator, device=device))
+    label = page_locked((torch.rand(examples, generator=generator, device=device) < 0.3).float())
     return tc.Batch(keys.numpy().view(np.uint64), offsets.numpy(), len(hotness), dense=dense, label=label)
 
 
-def _device() -> str:
+def dense_device() -> str:
+    """Return the device of networks and generated data."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _host(tensor: Tensor) -> Tensor:
+def page_locked(tensor: Tensor) -> Tensor:
+    """Return a tensor in host memory, page-locked if there is a GPU."""
     return tensor.cpu().pin_memory() if torch.cuda.is_available() else tensor
 
 
@@ -170,7 +172,7 @@ class StepTimes(Callback):
 
     def on_step(self, trainer: tc.Trainer, loss: Tensor) -> None:
         if trainer.progress.step == self.warm:
-            _synchronize()
+            synchronize()
             self.before = self.table.hbm.stats()  # type: ignore[union-attr]
         self.loss = loss
         self.marks.append(time.perf_counter())
@@ -189,7 +191,7 @@ def train(
     trainer = tc.Trainer(model, optimizer, config=config, callbacks=[times])
     endless = (batches[n % len(batches)] for n in itertools.count())
     trainer.fit(itertools.islice(endless, steps))
-    _synchronize()
+    synchronize()
     seconds = time.perf_counter() - times.marks[warm - 1]
     after, measured = table.hbm.stats(), steps - warm
     examples = batches[0].examples
@@ -209,7 +211,8 @@ def train(
     }
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -2,7 +2,8 @@
 
 Claims   Through three tiers, training reaches 80 % of the slower of all rows in HBM and the disk's random reads of the
          same number and mean size; E/1000: 40,000 examples/s with at most 40 KB read from SSD per example. The
-         look-ahead uses at most its budget, which is a part of the DRAM's 40 %.
+         look-ahead uses at most its budget, which is a part of the DRAM's 40 %: of the bytes of all rows, with rows,
+         their index and metadata, look-ahead and buffers inside.
 Method   All rows are on SSD before timing; the most popular keys are in HBM and the next ones in DRAM, as after a long
          training. Both sides train the same batches, generated before, none of them twice. Through the tiers the clock
          runs over whole sweeps of the look-ahead: each reads the store once, so a part of a sweep may have all its
@@ -40,6 +41,7 @@ from thermocline.tiers.hbm import bytes_for
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from experiments.disk_probe import reads_per_second
+from experiments.models import dram_budget
 
 TINY = ("A/1e5", 1, 2, 24, "2")
 """Preset, examples per batch, warm-up, batches and look-ahead of a dry run."""
@@ -240,7 +242,7 @@ def main(arguments: list[str] | None = None) -> None:
             plan.dim,
             optimizer,
             hbm=bytes_for(int(share * keys), floats),
-            mem=int(0.4 * keys * 84),
+            mem=dram_budget(plan),
             ssd=Path(folder) / "rows",
             lookahead=int(options.lookahead) if options.lookahead.isdigit() else options.lookahead,
             ssd_mem=(64 << 20) + 4 * keys,

@@ -1,9 +1,10 @@
 """Rows beyond HBM: a training step with a tenth of the rows on the GPU and all rows in DRAM, prefetched.
 
-Claims   A step takes at most 5 ms, and at most 1.2x the time of its missing rows on the host link.
+Claims   A step takes at most 3.5 ms, and at most 1.2x the time of its missing rows on the host link.
 Method   dynamicemb's published workload: 1,048,570 ids per step (10 features), dim 128, fp32, power law 1.05, SGD, a
          vector per id, given gradients. Wall time per step in the steady state with `tc.prefetch`: planning, rows in
-         both directions, training stream. The link is measured with page-locked copies of as many rows.
+         both directions, training stream; the median of three rounds over all depths. The link is measured with
+         page-locked copies of as many rows.
 Command  python benchmarks/hbm_tier.py --json FILE      an H200, 40M rows of dim 128, two minutes
          python benchmarks/hbm_tier.py --quick          a tenth of the rows
 """
@@ -21,6 +22,10 @@ from hbm_train import DIM, FEATURES, IDS_PER_FEATURE, key_of, power_law
 
 import thermocline as tc
 from thermocline.tiers.hbm import HbmTier, bytes_for
+
+DEPTHS = (1, 2, 4, 6)
+TARGET = 3.5
+"""Milliseconds of a step."""
 
 
 def batches(count: int, keys: int) -> list[tc.Batch]:
@@ -88,11 +93,17 @@ def run(table: tc.Table, source: list[tc.Batch], depth: int, warm: int) -> dict[
     }
 
 
+def median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the run with the median time per step."""
+    return sorted(runs, key=lambda figures: figures["ms"])[len(runs) // 2]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write all figures to FILE")
     parser.add_argument("--quick", action="store_true", help="a tenth of the rows")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each depth, in turns; medians count")
     parser.add_argument("--threads", type=int, help="threads of the DRAM tier; default: all cores")
     options = parser.parse_args()
     keys = 400_000 if options.quick else 4_000_000
@@ -100,15 +111,21 @@ def main() -> None:
     record: dict[str, Any] = {**environment(["torch", "triton"]), "gpu": torch.cuda.get_device_name(), "keys": keys}
     table = filled(keys, FEATURES * keys // 10, options.threads)
     console.print(f"filled: {table}")
-    for depth in (1, 2, 4, 6):
-        record[f"depth {depth}"] = run(table, source, depth, len(source) // 3)
-        console.print(f"depth {depth}: {record[f'depth {depth}']}")
+    for number in range(options.rounds):
+        for depth in DEPTHS:
+            figures = run(table, source, depth, len(source) // 3)
+            record.setdefault(f"depth {depth}", {"runs": []})["runs"].append(figures)
+            console.print(f"round {number}, depth {depth}: {figures}")
+    for depth in DEPTHS:
+        record[f"depth {depth}"] |= median_run(record[f"depth {depth}"]["runs"])
     tenth = record["depth 4"]
     record["link"] = link = link_seconds(int(tenth["missing"]))
     console.print(f"link, {tenth['missing']:.0f} rows: {link}")
     floor = max(link.values()) * 1000
     claims = [
-        Claim("10 % of the rows in HBM, SGD, per step", tenth["ms"], 5.0, "ms", True, f"{tenth['missing']:.0f} misses"),
+        Claim(
+            "10 % of the rows in HBM, SGD, per step", tenth["ms"], TARGET, "ms", True, f"{tenth['missing']:.0f} misses"
+        ),
         Claim(
             "step time / time of the missing rows on the link", tenth["ms"] / floor, 1.2, "x", True, f"{floor:.2f} ms"
         ),

@@ -122,7 +122,7 @@ class Side:
                 self.dense.step()
                 self.dense.zero_grad()
                 trained += 1
-                if not meter.after_batch(batch, logits, ready):
+                if not meter.after_batch(batch.examples, ready.lookahead, ready.stats):
                     break
             meter.stages_at_end = ready.stats
         return {**meter.record(), "trained": trained}

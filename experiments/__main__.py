@@ -70,6 +70,10 @@ def run(
             "in --out that another machine has completed."
         ),
     ] = "auto",
+    lookahead: Annotated[
+        str,
+        typer.Option(help='Look-ahead from SSD in `steady`: "auto", a number of batches, or a size such as "1400MB".'),
+    ] = "auto",
     cache: Annotated[Path, typer.Option(help="Folder of finished steps.")] = CACHE,
     source: Annotated[
         Path | None, typer.Option("--from", metavar="FOLDER", help="Rebuild the report in FOLDER from its results.")
@@ -89,7 +93,7 @@ def run(
         from experiments.experiment import Setup
 
         if source is not None:
-            ignored = quick or scale or effort or only or seed or device != "auto"
+            ignored = quick or scale or effort or only or seed or device != "auto" or lookahead != "auto"
             if ignored:
                 from thermocline.errors import ConfigError
 
@@ -97,9 +101,11 @@ def run(
             report_outcome(runner.rebuild(source, out))
             failed = False
         else:
-            setup = Setup.from_options(quick=quick, scale=scale, effort=effort, seed=seed, device=device)
+            setup = Setup.from_options(
+                quick=quick, scale=scale, effort=effort, seed=seed, device=device, lookahead=lookahead
+            )
             names = [name for words in only or () for name in words.split(",")]
-            command = command_line(quick=quick, scale=scale, effort=effort, seed=seed, names=names)
+            command = command_line(quick=quick, scale=scale, effort=effort, seed=seed, names=names, lookahead=lookahead)
             experiments, this_machine = registry.choose(names), device != "auto"
             outcome = runner.run(
                 out or OUT, experiments, setup, command, cache=cache, this_machine=this_machine, page=page
@@ -109,10 +115,13 @@ def run(
         raise typer.Exit(1)
 
 
-def command_line(*, quick: bool, scale: str | None, effort: float | None, seed: int, names: list[str]) -> str:
+def command_line(
+    *, quick: bool, scale: str | None, effort: float | None, seed: int, names: list[str], lookahead: str = "auto"
+) -> str:
     """Return the command that repeats a run, without the options that name folders or the device."""
     words = ["python", "-m", "experiments", *(["--quick"] if quick else [])]
     options = {"--scale": scale, "--effort": effort, "--seed": seed or None, "--only": ",".join(names) or None}
+    options["--lookahead"] = None if lookahead == "auto" else lookahead
     return shlex.join([*words, *(word for flag, value in options.items() if value for word in (flag, str(value)))])
 
 

@@ -67,11 +67,15 @@ class Setup:
     cores: int = dataclasses.field(default_factory=cores)
     dram: int = dataclasses.field(default_factory=memory_bytes)
     """Bytes of main memory."""
+    lookahead: str = "auto"
+    """Setting of the look-ahead from SSD where an experiment measures it: "auto", a number of batches, or a size."""
     mpi: bool = dataclasses.field(default_factory=lambda: launch.mpi_missing() is None)
     """Whether the MPI baseline can run."""
 
     @classmethod
-    def from_options(cls, *, quick: bool, scale: str | None, effort: float | None, seed: int, device: str) -> Self:
+    def from_options(
+        cls, *, quick: bool, scale: str | None, effort: float | None, seed: int, device: str, lookahead: str = "auto"
+    ) -> Self:
         """Build the setup of the command line's options for this machine; None selects the full or quick default."""
         if device not in ("auto", "cpu", "cuda"):
             raise ConfigError(f'--device is "{device}": choose auto, cpu or cuda')
@@ -87,6 +91,7 @@ class Setup:
             effort=share,
             seed=seed,
             device="cuda" if on_gpu else "cpu",
+            lookahead=lookahead,
             judges_claims=not quick and share == 1,
             memory=min(memory_bytes() // 2, gpu * 6 // 10 if on_gpu else 1 << 62),
         )

@@ -24,6 +24,8 @@ from thermocline.tiers.ssd import SsdStore
 NAMES = ("A", "B", "C", "D", "E")
 DEPTH = 4
 OPTIMIZER, DENSE_LR = RowWiseAdagrad(lr=0.05), 1e-3
+DRAM_SHARE = 0.4
+"""DRAM of the cluster of Zhao et al. (2020), as a share of the bytes of model E's rows."""
 BATCH_IDS = {"cpu": 1 << 18, "cuda": 1 << 21}
 """Ids per batch, if memory allows: a GPU needs a million ids to hide the cost of kernel launches."""
 SECONDS = {"tiers": (45.0, 12.0), "memory": (20.0, 4.0)}
@@ -56,6 +58,12 @@ def batch_size(setup: Setup, plan: PaperModel) -> int:
 def store_memory(plan: PaperModel) -> int:
     """Return the DRAM budget of the store's index and buffers."""
     return (16 << 20) + 8 * plan.keys
+
+
+def dram_budget(plan: PaperModel) -> int:
+    """Return "the DRAM's 40 %": of the bytes of the model's rows. Rows, their index and metadata, the look-ahead and
+    buffers are inside; the index of the store (`store_memory`) is not."""
+    return round(DRAM_SHARE * plan.keys * plan.row_bytes)
 
 
 def fits_top_tier(setup: Setup, plan: PaperModel) -> bool:

@@ -2,13 +2,15 @@
 
 One step measures one model on one machine without interruption:
 
-prepare   generate the batches of a cycle; write the initial row of every key to SSD
+prepare   generate the batches of a cycle, in page-locked memory beside a GPU; write the initial row of every key to SSD
 tiers     place the most popular rows in HBM and the next ones in DRAM; train until the look-ahead has grown to its full
           size, then measure for the longer of SECONDS and HORIZONS horizons
 disk      read the store's files at random, also with the mean size of the reads just measured
 cold      train again, from empty tiers above the store: a curve
 memory    train with all rows in the top tier
 rival     train with the MPI baseline, all rows in DRAM, once per number of ranks
+
+Training is that of `tc.Trainer` with its defaults: on a GPU recorded steps (CUDA graphs) and fused Adam.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from experiments import disk_probe, models, mpi_baseline, popularity, steady_report
 from experiments.experiment import Experiment, Json, Section, Setup, Step, StepContext
@@ -30,10 +35,17 @@ from thermocline.batch import Batch
 from thermocline.data.paper_models import PaperModel
 from thermocline.data.synthetic import SyntheticAds
 from thermocline.embedding import bulk_load
+from thermocline.embedding.table_spec import LookAheadLimits
 
 NAMES = models.NAMES
-CYCLE = 1280
-"""Batches generated before the clock and repeated: at least ten horizons, and 1,000 where there is none."""
+CYCLE = 1000
+"""Batches generated before the clock and repeated, where there is no look-ahead."""
+CYCLE_HORIZONS = steady_report.CYCLE_HORIZONS
+"""Length of the cycle in horizons, where there is a look-ahead."""
+CYCLE_BYTES = 24 << 30
+"""Most memory of the ids of a cycle, which are page-locked beside a GPU; at most a quarter of the machine's memory."""
+AHEAD_BYTES_PER_ID = 5.5
+"""Least bytes that the look-ahead keeps per id of a batch: 4, and 4 per key of the batch. 5.9 were measured for E."""
 SECONDS = 60.0
 """Least seconds of a measurement after the ramp-up."""
 COLD_SECONDS = 30.0
@@ -47,12 +59,37 @@ COMMIT_SECONDS = 20.0
 LIMITS = (SECONDS, COLD_SECONDS, RAMP_SECONDS, RIVAL_SKIP, COMMIT_SECONDS)
 DEPTH, PULL_WINDOW = models.DEPTH, 2
 """Windows in flight, and batches per window of HBM."""
+_ROW_OVERHEAD = 40  # bytes of index and metadata per row in DRAM
 _SMALL_STORE = 8 << 20  # a store with smaller files is probed on a file of this size
 
 
-def cycle(setup: Setup) -> int:
-    """Return the number of batches that are generated before the clock."""
-    return setup.count(CYCLE, 8)
+def dram(plan: PaperModel) -> int:
+    """Return the DRAM budget of every model: that of model E at the same scale, "the DRAM's 40 %"."""
+    return models.dram_budget(PaperModel.parse(f"E/{plan.scale:g}"))
+
+
+def lookahead(setup: Setup, plan: PaperModel) -> int | str:
+    """Return the setting of the look-ahead: 0 where HBM and DRAM hold all rows, so that nothing is read from SSD."""
+    above = 0
+    if setup.device == "cuda":
+        from thermocline.tiers.hbm import row_capacity
+
+        above = row_capacity(plan.hbm, plan.dim + 1)
+    if plan.keys - above <= dram(plan) // (plan.row_bytes + _ROW_OVERHEAD):
+        return 0
+    return int(setup.lookahead) if setup.lookahead.isdigit() else setup.lookahead
+
+
+def cycle(setup: Setup, plan: PaperModel) -> int:
+    """Return the number of batches that are generated before the clock: ten of the longest possible horizons, or 1,000
+    without a look-ahead, within `CYCLE_BYTES`."""
+    ids = models.batch_size(setup, plan) * plan.nonzeros
+    limits = LookAheadLimits.of(lookahead(setup, plan), dram(plan), plan.row_bytes)
+    longest = CYCLE
+    if limits is not None:
+        longest = math.ceil(limits.bytes / (AHEAD_BYTES_PER_ID * ids))
+        longest = CYCLE_HORIZONS * min(longest, limits.batches or longest)
+    return setup.count(min(longest, min(CYCLE_BYTES, setup.dram // 4) // (8 * ids)), 8)
 
 
 def steps(setup: Setup) -> list[Step]:
@@ -62,11 +99,11 @@ def steps(setup: Setup) -> list[Step]:
         plan = PaperModel.parse(models.preset(setup, name))
         settings = {
             "preset": models.preset(setup, name), "seed": setup.seed, "device": setup.device, "cores": setup.cores,
-            "batch": models.batch_size(setup, plan), "cycle": cycle(setup), "depth": DEPTH, "window": PULL_WINDOW,
+            "batch": models.batch_size(setup, plan), "cycle": cycle(setup, plan), "depth": DEPTH, "window": PULL_WINDOW,
             "seconds": [setup.effort * limit for limit in LIMITS],
             "horizons": SteadyMeter.HORIZONS, "store_memory": models.store_memory(plan),
             "optimizer": dataclasses.asdict(models.OPTIMIZER), "dense_lr": models.DENSE_LR,
-            "ranks": ranks(setup, plan),
+            "ranks": ranks(setup, plan), "mem": dram(plan), "lookahead": lookahead(setup, plan),
             "memory": models.fits_top_tier(setup, plan),
         }  # fmt: skip
 
@@ -103,10 +140,12 @@ class _Stretch:
 
     def run(self) -> Json:
         """Return all measurements, with the seconds that each took."""
+        from experiments import training
+
         folder = self._context.folder / "rows"
         shutil.rmtree(folder, ignore_errors=True)
         with self._timed("batches"):
-            self._batches = list(itertools.islice(self._ads, cycle(self._setup)))
+            self._prepare()
         self._fill(folder)
         tiers = self._tiers(folder)
         with self._timed("disk"):
@@ -115,11 +154,13 @@ class _Stretch:
         shutil.rmtree(folder)
         memory = self._memory() if models.fits_top_tier(self._setup, self._plan) else None
         self._batches = []
+        training.free_page_locked()
         rival = self._rival()
         return {
             "plan": json.loads(json.dumps(dataclasses.asdict(self._plan))),
             "batch_examples": self._ads.batch_size,
-            "cycle": cycle(self._setup),
+            "cycle": cycle(self._setup, self._plan),
+            "lookahead": lookahead(self._setup, self._plan),
             "tiers": tiers,
             "disk": disk,
             "cold": cold,
@@ -135,6 +176,15 @@ class _Stretch:
         self._seconds[part] = time.perf_counter() - begin
         self._context.report_progress(len(self._seconds) / 10)
 
+    def _prepare(self) -> None:
+        """Generate the batches; equal offsets are kept once."""
+        from experiments import training
+
+        for batch in itertools.islice(self._ads, cycle(self._setup, self._plan)):
+            if self._batches and np.array_equal(batch.offsets, self._batches[0].offsets):
+                batch.offsets = self._batches[0].offsets
+            self._batches.append(training.page_locked(batch))
+
     def _fill(self, folder: Path) -> None:
         from experiments import training
 
@@ -149,19 +199,18 @@ class _Stretch:
             with self._timed("place"):
                 placed = popularity.place(table, self._ads)
             with self._timed("tiers"):
-                meter = self._train(table, ramp=RAMP_SECONDS, seconds=SECONDS)
-            return {**meter.record(), **placed}
+                return {**self._train(table, ramp=RAMP_SECONDS, seconds=SECONDS), **placed}
 
     def _cold(self, folder: Path) -> Json:
         with contextlib.closing(self._table(ssd=folder, **self._tier_budgets())) as table, self._timed("cold"):
-            return self._train(table, ramp=0, seconds=COLD_SECONDS, horizons=0).record()
+            return self._train(table, ramp=0, seconds=COLD_SECONDS, horizons=0)
 
     def _memory(self) -> Json:
         with contextlib.closing(self._table(**models.whole_budgets(self._setup, self._plan))) as table:
             with self._timed("fill memory"):
                 bulk_load.fill_top(table, bulk_load.pieces(self._ads, 1 << 20))
             with self._timed("memory"):
-                return self._train(table, ramp=RAMP_SECONDS, seconds=SECONDS).record()
+                return self._train(table, ramp=RAMP_SECONDS, seconds=SECONDS)
 
     def _rival(self) -> Json:
         runs = {}
@@ -171,12 +220,14 @@ class _Stretch:
                 context = StepContext(self._context.folder, 600.0)
                 skip, seconds = (max(1.0, self._setup.effort * limit) for limit in (RIVAL_SKIP, SECONDS))
                 runs[str(count)] = mpi_baseline.measure(
-                    config, count, skip + seconds, context, skip=skip, prepared=cycle(self._setup)
+                    config, count, skip + seconds, context, skip=skip, prepared=cycle(self._setup, self._plan)
                 )
         return runs
 
     def _tier_budgets(self) -> dict[str, Any]:
-        return {"hbm": self._plan.hbm, "mem": self._plan.mem, "ssd_mem": models.store_memory(self._plan)}
+        plan = self._plan
+        ahead = lookahead(self._setup, plan)
+        return {"hbm": plan.hbm, "mem": dram(plan), "ssd_mem": models.store_memory(plan), "lookahead": ahead}
 
     def _table(self, **budgets: Any) -> Any:
         from experiments import training
@@ -184,8 +235,8 @@ class _Stretch:
         self._resident = resident_bytes()
         return training.make_table(self._plan.dim, models.OPTIMIZER, self._setup, **budgets)
 
-    def _train(self, table: Any, *, ramp: float, seconds: float, horizons: int = SteadyMeter.HORIZONS) -> SteadyMeter:
-        """Train a new model on the batches in a cycle; limits are in seconds of the full run."""
+    def _train(self, table: Any, *, ramp: float, seconds: float, horizons: int = SteadyMeter.HORIZONS) -> Json:
+        """Train a new model on the batches in a cycle and measure it; limits are in seconds of the full run."""
         import torch
 
         from experiments import training
@@ -201,11 +252,11 @@ class _Stretch:
             table, ramp=effort * ramp, seconds=effort * seconds, horizons=horizons, commit=effort * COMMIT_SECONDS,
             resident_before=self._resident,
         )  # fmt: skip
-        meter.stages_at_end = training.train_stream(
-            itertools.cycle(self._batches), table, model, [torch.optim.Adam(model.parameters(), lr=models.DENSE_LR)],
-            depth=DEPTH, pull_window=PULL_WINDOW, after=meter.after_batch,
-        )  # fmt: skip
-        return meter
+        dense = torch.optim.Adam(model.parameters(), lr=models.DENSE_LR)
+        graphs = training.train_metered(
+            itertools.cycle(self._batches), model, dense, meter, depth=DEPTH, pull_window=PULL_WINDOW
+        )
+        return {**meter.record(), "graphs": graphs}
 
 
 def _probe(folder: Path, tiers: Json, seconds: float) -> Json:

@@ -51,18 +51,22 @@ class SteadyMeter:
         self._steady: int | None = None if ramp else 0  # number of the sample with which the measurement begins
         self._busy: dict[str, tuple[float, int]] = {}
 
-    def after_batch(self, batch: Any, logits: Any, ready: Any) -> bool:
-        """Count a batch; return whether the training continues."""
+    def after_batch(self, examples: int, ahead: Any, stages: Sequence[Any]) -> bool:
+        """Count a batch; return whether the training continues.
+
+        ahead    counters of the look-ahead; None: there is none
+        stages   counters of the pipeline's stages
+        """
         self._batches += 1
-        self._examples += batch.examples
+        self._examples += examples
         now = time.perf_counter() - self._begin
-        self._watch(now, ready.lookahead)
+        self._watch(now, ahead)
         settled = self._steady is None and self._is_settled(now)
         if settled or now - self._samples[-1]["seconds"] >= self._seconds / _SAMPLES:
             self._samples.append(self._read())
         if settled:
             self._steady = len(self._samples) - 1
-            self._busy = {stage.name: (stage.busy_seconds, stage.items) for stage in ready.stats}
+            self._busy = {stage.name: (stage.busy_seconds, stage.items) for stage in stages}
         if self._table.store is not None and now > (self._commits + 1) * self._commit:
             models.commit(self._table.store, self._table.store.note)
             self._commits += 1

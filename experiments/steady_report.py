@@ -41,6 +41,8 @@ def section(setup: Setup, runs: Runs) -> Section:
         "DRAM before the clock. Replay: the number of reads per batch of the steady state, at the same mean size, at "
         "random positions of the store's files, without processing. The cold start is a training of its own, with "
         "empty tiers above the store.",
+        "The DRAM budget of all models is 40 % of the bytes of model E's rows; rows, their index, the look-ahead and "
+        "buffers are inside, the index of the store is not. The look-ahead is off where HBM and DRAM hold all rows.",
     ]
     if absent:
         text.append(f"Not measured yet: {', '.join(absent)}.")
@@ -64,10 +66,18 @@ def rival(run: Json) -> tuple[str, float] | None:
     return None if best is None else (best, float(run["rival"][best]["examples_per_s"]))
 
 
+def compared(run: Json) -> float:
+    """Return the examples/s that are compared with the baseline's: with all rows in HBM where the scaled HBM of the
+    cluster of Zhao et al. (2020) holds the bytes of all rows (A and B), else through the tiers."""
+    fits = run["plan"]["keys"] * run["tiers"]["memory"]["row_bytes"] <= run["plan"]["hbm"]
+    side = run["memory"] if fits and run["memory"] else run["tiers"]
+    return float(side["examples_per_s"])
+
+
 def speed_up(run: Json) -> float | None:
-    """Return the tiers' speed over the baseline's."""
+    """Return our speed over the baseline's."""
     other = rival(run)
-    return None if other is None else float(run["tiers"]["examples_per_s"]) / other[1]
+    return None if other is None else compared(run) / other[1]
 
 
 def replay(run: Json) -> float | None:
@@ -132,7 +142,8 @@ def _speeds(runs: Runs, top: str) -> Table:
         ),
         rows=rows,
         paper=("speed-up of 4 nodes",),
-        note=f"The lower bound is the slower of all in {top} and the replay of the reads.",
+        note=f"The lower bound is the slower of all in {top} and the replay of the reads. The speed-up of A and B, "
+        f"whose rows fit the HBM of the cluster, is that of all in {top}.",
     )  # fmt: skip
 
 
@@ -292,7 +303,7 @@ def _claims(setup: Setup, runs: Runs) -> list[Claim]:
         here, times, other = run["tiers"]["examples_per_s"], speed_up(run), rival(run)
         if times is not None and other is not None:
             text = f"model {name} trains at {SPEED_UP[name]:g} or more times the speed of the MPI parameter server"
-            detail = f"{here:,.0f} and {other[1]:,.0f} examples/s ({other[0]} ranks): {times:.1f} times"
+            detail = f"{compared(run):,.0f} and {other[1]:,.0f} examples/s ({other[0]} ranks): {times:.1f} times"
             made.append(_claim(text, times, SPEED_UP[name], "table", detail, asserted=name in REQUIRED))
         share = share_of_bound(run)
         if name in REQUIRED and share is not None:

@@ -6,8 +6,9 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from experiments.experiment import Json, Setup, StepContext
@@ -20,7 +21,8 @@ from thermocline.pipeline.prefetch import Prefetch, prefetch
 from thermocline.training.callbacks import Callback, Row
 from thermocline.training.run import Run
 from thermocline.training.run_dir import config_of, has_run
-from thermocline.training.trainer import Trainer
+from thermocline.training.save_policy import SavePolicy
+from thermocline.training.trainer import TrainConfig, Trainer
 from thermocline.utils.cpu_affinity import cores
 
 _SAVING = 0.1  # share of a step's time that is reserved for the checkpoint and the test
@@ -109,7 +111,15 @@ def train_logged(config: Config, context: StepContext) -> tuple[list[Row], Row]:
 
 
 def make_table(
-    dim: int, optimizer: Any, setup: Setup, *, hbm: int, mem: int, ssd: Path | None = None, ssd_mem: int = 256 << 20
+    dim: int,
+    optimizer: Any,
+    setup: Setup,
+    *,
+    hbm: int,
+    mem: int,
+    ssd: Path | None = None,
+    ssd_mem: int = 256 << 20,
+    lookahead: int | str = "auto",
 ) -> Table:
     """Create a table with the tiers of this machine; without a GPU, DRAM is the top tier."""
     return Table(
@@ -119,6 +129,7 @@ def make_table(
         mem=mem,
         ssd=ssd,
         ssd_mem=ssd_mem,
+        lookahead=lookahead,
         seed=setup.seed,
         device=setup.device,
     )
@@ -149,6 +160,70 @@ def train_stream(
             if not after(batch, logits.detach(), ready):
                 break
         return [dataclasses.replace(stage) for stage in ready.stats]
+
+
+class Meter(Protocol):
+    """Measures a training, and decides when it ends."""
+
+    stages_at_end: Sequence[Any]
+
+    def after_batch(self, examples: int, ahead: Any, stages: Sequence[Any]) -> bool:
+        """Count a batch; return whether the training continues."""
+
+
+class _Metered(Callback):
+    """Calls a meter after every step of a trainer."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._examples = 0
+
+    def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
+        examples, self._examples = trainer.progress.examples - self._examples, trainer.progress.examples
+        if not self._meter.after_batch(examples, trainer._lookahead, trainer._stages):
+            trainer.stop()
+
+
+class _NoSaves(SavePolicy):
+    """Saves nothing, and accepts a store with commits: those of the rows that were generated before."""
+
+    @staticmethod
+    def _require_no_run_dir_needed(tables: Sequence[Table], resume: bool) -> None:
+        pass
+
+
+def train_metered(
+    source: Iterable[Batch],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    meter: Meter,
+    *,
+    depth: int,
+    pull_window: int,
+) -> Json:
+    """Train with `tc.Trainer` until the meter ends it; return how many steps were recorded, and why others were not."""
+    config = TrainConfig(
+        depth=depth, pull_window=pull_window, torch_threads=torch_threads(), display=False, tensorboard=False,
+        checkpoint_minutes=None,
+    )  # fmt: skip
+    trainer = Trainer(model, optimizer, config=config, callbacks=[_Metered(meter)])
+    trainer._saves = _NoSaves(None, config, trainer.ranks)
+    trainer.fit(source)
+    meter.stages_at_end = [dataclasses.replace(stage) for stage in trainer._stages]
+    return {"steps": trainer.progress.step, "recorded": trainer.graph_step.replays, "reason": trainer.graph_step.reason}
+
+
+def page_locked(batch: Batch) -> Batch:
+    """Move ids and labels of a batch to page-locked memory, if there is a GPU: uploads then need no copy before."""
+    if torch.cuda.is_available():
+        batch.ids = torch.from_numpy(batch.ids.view(np.int64)).pin_memory().numpy().view(np.uint64)
+        batch.label = torch.as_tensor(batch.label).pin_memory()
+    return batch
+
+
+def free_page_locked() -> None:
+    """Return page-locked memory that is no longer used to the system: torch would keep it."""
+    getattr(torch._C, "_host_emptyCache", lambda: None)()  # only in torch with CUDA
 
 
 def median_seconds(function: Callable[[], object], *, repeat: int, device: str) -> float:

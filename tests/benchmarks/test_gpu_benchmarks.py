@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,64 @@ def test_training_through_three_tiers_is_measured_in_whole_sweeps(load: Any, tmp
     assert read > 0
     assert record["claims"][-1]["name"] == "whole sweeps of the look-ahead measured"
     assert record["claims"][-1]["met"]
+
+
+# ---- hbm_step.py, hbm_tier.py
+
+
+def test_a_step_is_measured_for_all_sides_and_row_precisions(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--tiny", "--precision", "bf16", "--rows", "fp32,int8", "--sides", "torch,loop,auto"]
+    module = load("hbm_step")
+    monkeypatch.setattr(module, "WARM", 1)
+    monkeypatch.setattr(module, "BATCHES", 2)
+    module.main([*options, "--json", str(tmp_path / "out.json")])
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert record["precision"] == "bf16"
+    ours = {f"{side} window 1{rows}" for side in ("loop", "auto") for rows in ("", " rows int8")}
+    assert set(record["2"]) == {"torch", *ours}
+    assert all(figures["ms"] > 0 for figures in record["2"].values())
+    names = [claim["name"] for claim in record["claims"]]
+    assert names == ["2 in an own loop, against torch", "2 through Trainer, rows in int8, against fp32"]
+
+
+def test_targets_of_a_step_depend_on_the_precision(load: Any) -> None:
+    module = load("hbm_step")
+    figures = {"auto window 1": {"ms": 2.6}, "auto window 1 rows fp16": {"ms": 2.5}}
+    args = types.SimpleNamespace(windows="1", precision="bf16", rows="fp32,fp16")
+    large, rows = module.claims_of(65536, figures, args)
+    assert (large.target, large.met) == (2.5, False)
+    assert (rows.target, rows.met) == (2.6, True)
+    args = types.SimpleNamespace(windows="1", precision="fp32", rows="fp32")
+    assert module.claims_of(65536, figures, args) == []
+    assert [claim.target for claim in module.claims_of(16384, figures, args)] == [2.2]
+
+
+def test_the_median_round_of_a_depth_counts(load: Any) -> None:
+    module = load("hbm_tier")
+    assert module.TARGET == 3.5
+    assert module.median_run([{"ms": 5.0}, {"ms": 3.0}, {"ms": 4.0}]) == {"ms": 4.0}
+
+
+# ---- gpu_soak.py
+
+
+def test_soak_and_comparison_of_bits_run(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load("hbm_step"), "BATCHES", 2)
+    load("gpu_soak").main(["--tiny", "--json", str(tmp_path / "out.json")])
+    record = json.loads((tmp_path / "out.json").read_text())
+    samples = record["soak"]["samples"]
+    assert len(samples) == record["soak"]["steps"] == 6
+    assert all(sample["resident"] > 0 for sample in samples)
+    assert record["auto"]["steps"] == record["off"]["steps"] == 6
+    assert record["auto"]["digest"] == record["off"]["digest"]
+    (equal,) = (claim for claim in record["claims"] if claim["name"].startswith("bits after 6 steps"))
+    assert equal["met"]
+
+
+def test_growth_is_that_of_the_last_third(load: Any) -> None:
+    soak = load("gpu_soak")
+    steady = [{"resident": value} for value in (10, 50, 90, 100, 99, 100, 100, 98, 100)]
+    assert soak.growth(steady, "resident") == 1.0
+    assert soak.growth([*steady[:-1], {"resident": 102}], "resident") == 1.02 > soak.LIMITS["resident"]

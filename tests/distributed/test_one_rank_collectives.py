@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.rank_training import ONE_RANK, Job, RunOptions, assert_matches_reference, train_rank
+from helpers.ranks import run_ranks
 
-from thermocline.distributed.communicator import Communicator
+from thermocline.distributed.communicator import Communicator, Groups
 from thermocline.distributed.group_setup import initialize_torch
 from thermocline.distributed.heartbeat import Heartbeat
 from thermocline.distributed.topology import Topology
 from thermocline.distributed.torch_group import TorchGroup
+from thermocline.kernels import INTERPRETED
 
 ONE = Topology(1, 0, ((0,),))
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -107,3 +111,52 @@ def test_communicators_of_several_threads_and_streams_do_not_interfere(make_grou
         thread.join(60)
     for number, total in enumerate(results):
         assert torch.equal(total, torch.full((1000 * (number + 1),), float(sum(range(20)) + 20 * number)))
+
+
+# ---- training of one rank through torch's collectives
+
+
+def train_through_torch(groups: Groups, gpu: bool, job: Job, options: RunOptions, folder: str) -> dict[str, Any]:
+    """Train as one of several ranks: every message is sent by torch, rows and gradients by NCCL if `gpu`."""
+    sent: list[tuple[str, str]] = []
+    for comm in (groups.train, groups.ahead, groups.read):
+        carries_rows = gpu and comm is groups.train
+        backend = "cpu:gloo,cuda:nccl" if carries_rows else "gloo"
+        comm.world = comm.node = comm.peers = TorchGroup(dist.new_group([0], backend=backend), groups.heartbeat)
+        comm.gpu = carries_rows
+
+    def all_to_all(self: Communicator, group: Any, message: torch.Tensor, *given: Any) -> list[torch.Tensor]:
+        sent.append((self.name, message.device.type))
+        return self._exchange(group, message, *given)
+
+    Communicator.all_to_all = all_to_all  # type: ignore[method-assign]  # of this process only
+    return train_rank(groups, job, options, folder) | {"sent": sorted(set(sent))}
+
+
+@pytest.mark.parametrize(
+    ("options", "batches"),
+    [
+        (RunOptions("two", 0.5, 4, 2), 30),
+        (RunOptions("flat", None, 2, 1), 30),
+        (RunOptions("two", 0.8, 2, 1, hbm=0.6), 5),
+    ],
+    ids=str,
+)
+def test_training_through_torch_has_the_bits_of_the_reference(
+    options: RunOptions, batches: int, tmp_path: Path
+) -> None:
+    device = "cpu" if INTERPRETED or options.hbm is None else "cuda"
+    job = Job(ONE_RANK, "adagrad", (batches,))
+    results = run_ranks(ONE_RANK, train_through_torch, False, job, options, str(tmp_path))
+    assert_matches_reference(job, results, device)
+    assert {name for name, _ in results[0]["sent"]} >= {"train", "ahead"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hops", ["two", "flat"])
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_training_through_nccl_has_the_bits_of_the_reference(hops: str, optimizer: str, tmp_path: Path) -> None:
+    job, options = Job(ONE_RANK, optimizer), RunOptions(hops, 0.2, 4, 2, 2, hbm=0.2)
+    results = run_ranks(ONE_RANK, train_through_torch, True, job, options, str(tmp_path))
+    assert_matches_reference(job, results, "cuda")
+    assert ("train", "cuda") in results[0]["sent"]

@@ -11,6 +11,7 @@ import functools
 import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from helpers.train import (
 )
 
 import thermocline as tc
+from thermocline.embedding import table_spec
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.table_spec import Policy
 from thermocline.tiers.dram import DramStats
@@ -77,8 +79,8 @@ class RunOptions:
     policy: Policy = "lru_lfu"
     hbm: float | None = None
     """Fraction of the rows that HBM holds; None: no HBM tier."""
-    lookahead: int = 0
-    """Batches whose rows are loaded from SSD together."""
+    lookahead: int | str = 0
+    """Batches whose rows are loaded from SSD together, or "auto", also in less memory than it needs otherwise."""
 
     def __str__(self) -> str:
         tiers = "dram" if self.dram is None else f"dram{self.dram:.0%}"
@@ -136,7 +138,8 @@ def make_table(name: str, optimizer: str, options: RunOptions, folder: Path, cou
         arguments["hbm"] = bytes_for(int(options.hbm * len(keys_of(name, count, seed))), words)
         arguments["device"] = "interpreter" if INTERPRETED else "cuda"
     arguments |= {"name": name, "seed": 5 + seed, "policy": options.policy, "threads": options.threads}
-    return tc.Table(DIMS[name], chosen, precision=precision, **arguments)
+    with mock.patch.object(table_spec, "_LEAST_MEM", 0):  # "auto" is off in little memory
+        return tc.Table(DIMS[name], chosen, precision=precision, **arguments)
 
 
 def make_model(tables: dict[str, tc.Table], seed: int = 0) -> Net:

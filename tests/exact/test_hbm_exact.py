@@ -46,6 +46,8 @@ def test_same_bits(optimizer: str, options: tuple[float, float | None, int, int]
 LOOKAHEADS = [
     ("adam", RunOptions(0.5, 4, 1, 2, hbm=0.25, lookahead=4)),
     ("sgd", RunOptions(0.5, 1, 1, hbm=0.25, lookahead=8)),
+    ("sgd", RunOptions(0.5, 4, 1, 2, hbm=0.25, lookahead=1)),
+    ("adagrad", RunOptions(0.5, 4, 1, 2, hbm=0.25, lookahead="auto")),
 ]
 
 
@@ -81,8 +83,10 @@ def test_same_bits_for_all_options(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("depth", "window", "lookahead"), [*itertools.product([1, 4], [1, 8], [8, 64])])
-def test_same_bits_with_look_ahead_over_many_batches(depth: int, window: int, lookahead: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("depth", "window", "lookahead"), [*itertools.product([1, 4], [1, 8], [1, 8, 64, "auto"])])
+def test_same_bits_with_look_ahead_over_many_batches(
+    depth: int, window: int, lookahead: int | str, tmp_path: Path
+) -> None:
     check("adagrad", RunOptions(0.05, depth, window, 2, hbm=0.05, lookahead=lookahead), tmp_path, 320, 0.3)
 
 

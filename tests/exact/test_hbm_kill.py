@@ -27,8 +27,13 @@ attempt(Path({folder!r}), {optimizer!r}, {options}, {every})
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("optimizer", "options"),
-    [("adagrad", RunOptions(0.05, 4, 1, 2, hbm=0.05)), ("adam", RunOptions(None, 2, 8, 2, hbm=0.2))],
-    ids=["ssd", "dram"],
+    [
+        ("adagrad", RunOptions(0.05, 4, 1, 2, hbm=0.05)),
+        ("adam", RunOptions(None, 2, 8, 2, hbm=0.2)),
+        ("adagrad", RunOptions(0.05, 4, 1, 2, hbm=0.05, lookahead=64)),  # killed inside a horizon
+        ("adam", RunOptions(0.05, 4, 8, 2, hbm=0.05, lookahead="auto")),
+    ],
+    ids=["ssd", "dram", "ahead", "auto"],
 )
 def test_killed_and_resumed(optimizer: str, options: RunOptions, tmp_path: Path) -> None:
     """Each attempt is a new process: a process that has used a GPU cannot fork."""

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import thermocline as tc
 from experiments import popularity, steady, steady_meter, steady_report
+from experiments.__main__ import command_line
 from experiments.experiment import Setup, StepContext, Table
 from thermocline.data.paper_models import PaperModel
+from thermocline.embedding.table_spec import LookAheadLimits
 from thermocline.kernels import INTERPRETED
+from thermocline.models import ModelConfig, build
 
 TINY = Setup(effort=0.001, scale=1e6, mpi=False)
 
@@ -91,8 +96,7 @@ def run_meter(monkeypatch: pytest.MonkeyPatch, ahead: list[int], **limits: Any) 
         clock.now += 0.1
         batches = ahead[min(number, len(ahead) - 1)]
         stats = types.SimpleNamespace(batches_ahead=batches, most_bytes=batches)
-        ready = types.SimpleNamespace(lookahead=stats if ahead else None, stats=[])
-        if not meter.after_batch(types.SimpleNamespace(examples=1), None, ready):
+        if not meter.after_batch(1, stats if ahead else None, []):
             return meter, number + 1
     raise AssertionError("the meter did not stop")
 
@@ -120,7 +124,84 @@ def test_the_ramp_up_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batches == pytest.approx(100, abs=1)
 
 
+# ---- the cycle of batches, and the DRAM's 40 %
+
+H200 = Setup(device="cuda", cores=16, dram=125 << 30, memory=80 << 30, mpi=False)
+
+
+def paper_model(name: str) -> PaperModel:
+    return PaperModel.parse(f"{name}/1000")
+
+
+def test_the_cycle_has_ten_of_the_longest_horizons() -> None:
+    for setting, batches in (("auto", None), ("1400MB", None), ("100", 100)):
+        setup = dataclasses.replace(H200, lookahead=setting)
+        step = next(step for step in steady.steps(setup) if step.name == "E")
+        ids = step.settings["batch"] * 500
+        limits = LookAheadLimits.of(step.settings["lookahead"], step.settings["mem"], 52)
+        assert limits is not None
+        longest = batches or limits.bytes / (steady.AHEAD_BYTES_PER_ID * ids)
+        assert 10 * longest <= step.settings["cycle"] <= 10 * (longest + 1)
+
+
+def test_the_cycle_stays_inside_its_memory() -> None:
+    plan = paper_model("E")
+    ids = steady.models.batch_size(H200, plan) * plan.nonzeros
+    large = dataclasses.replace(H200, lookahead="2GB")
+    assert 8 * ids * steady.cycle(large, plan) <= steady.CYCLE_BYTES
+    small = dataclasses.replace(large, dram=16 << 30)
+    assert 3 << 30 < 8 * ids * steady.cycle(small, plan) <= 4 << 30
+
+
+def test_without_reads_from_ssd_there_is_no_look_ahead_and_a_cycle_of_1000_batches() -> None:
+    for name in "ABC":  # HBM and DRAM hold all rows
+        assert steady.lookahead(H200, paper_model(name)) == 0
+        assert steady.cycle(H200, paper_model(name)) == 1000
+    for name in "DE":
+        assert steady.lookahead(dataclasses.replace(H200, lookahead="64"), paper_model(name)) == 64
+
+
+def test_dram_of_all_models_is_40_percent_of_the_rows_of_e() -> None:
+    assert {steady.dram(paper_model(name)) for name in steady.NAMES} == {round(0.4 * 200_000_000 * 52)}
+    assert steady.models.dram_budget(paper_model("E")) == steady.dram(paper_model("A"))
+
+
+def test_the_option_of_the_look_ahead_is_part_of_the_command() -> None:
+    setup = Setup.from_options(quick=True, scale=None, effort=None, seed=0, device="cpu", lookahead="1400MB")
+    assert setup.lookahead == "1400MB"
+    command = command_line(quick=False, scale=None, effort=None, seed=0, names=["steady:E"], lookahead="1400MB")
+    assert command == "python -m experiments --only steady:E --lookahead 1400MB"
+
+
 # ---- a stretch
+
+
+def test_training_is_that_of_the_trainer_until_the_meter_ends_it() -> None:
+    from experiments import training
+
+    class Meter:
+        def __init__(self) -> None:
+            self.examples: list[int] = []
+            self.stages_at_end: Any = ()
+
+        def after_batch(self, examples: int, ahead: Any, stages: Any) -> bool:
+            assert ahead is None
+            assert [stage.name for stage in stages]
+            self.examples.append(examples)
+            return len(self.examples) < 5
+
+    before = torch.get_num_threads()
+    ads = tc.SyntheticAds(keys=900, fields=3, batch_size=8)
+    batches = [training.page_locked(batch) for batch in itertools.islice(ads, 2)]
+    table = tc.Table(4, tc.RowWiseAdagrad(lr=0.1), mem="1MB")
+    model = build(ModelConfig(name="dnn", dim=4, hidden=(8,), dropout=0.0, batch_norm=False), table, 3)
+    meter, dense = Meter(), torch.optim.Adam(model.parameters(), lr=0.01)
+    graphs = training.train_metered(itertools.cycle(batches), model, dense, meter, depth=2, pull_window=1)
+    torch.set_num_threads(before)
+    assert meter.examples == [8] * 5
+    assert graphs == {"steps": 5, "recorded": 0, "reason": ""}
+    assert sum(stage.items for stage in meter.stages_at_end) > 0
+    table.close()
 
 
 @pytest.mark.long
@@ -151,6 +232,8 @@ def test_a_stretch_on_the_interpreted_gpu(tmp_path: Path, monkeypatch: pytest.Mo
     assert cold["hbm_hits"] / cold["hbm_all"] < warm["hbm_hits"] / warm["hbm_all"] < 1
     assert result["memory"]["steady"]["hbm_hits"] == result["memory"]["steady"]["hbm_all"]
     assert result["rival"] == {}
+    assert result["tiers"]["graphs"]["steps"] > 0
+    assert result["lookahead"] == step.settings["lookahead"]
     assert {"fill", "place", "tiers", "disk", "cold", "memory"} <= set(result["seconds"])
     assert not (tmp_path / "rows").exists()
     section = steady.section(setup, {"B": result})
@@ -221,6 +304,14 @@ def test_speed_ups_of_a_and_b_are_reported_but_not_asserted() -> None:
     times = {claim.text.split()[1]: claim for claim in section.claims if "MPI" in claim.text}
     assert {name: claim.asserted for name, claim in times.items()} == {"A": False, "B": False, "C": True}
     assert "3,000 and 2,900 examples/s (8 ranks): 1.0 times" in times["C"].detail
+
+
+def test_models_that_fit_hbm_are_compared_with_all_rows_in_hbm() -> None:
+    runs = {name: made_up(name, 3_000.0) for name in "ABC"}
+    assert [steady_report.compared(run) for run in runs.values()] == [200_000.0, 200_000.0, 3_000.0]
+    section = steady.section(Setup(device="cuda"), runs)
+    details = {claim.text.split()[1]: claim.detail for claim in section.claims if "MPI" in claim.text}
+    assert details["A"] == "200,000 and 2,900 examples/s (8 ranks): 69.0 times"
 
 
 def test_the_tables_show_claims_hit_rates_and_bytes() -> None:

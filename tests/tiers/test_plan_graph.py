@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,9 +15,10 @@ from helpers.train import all_keys, bits
 
 import thermocline as tc
 from thermocline.kernels import INTERPRETED
+from thermocline.tiers import plan_graph
 from thermocline.tiers.hbm import bytes_for
 from thermocline.tiers.hbm_backend import HbmBackend
-from thermocline.tiers.plan_graph import WindowShapes
+from thermocline.tiers.plan_graph import PlanGraph, WindowShapes
 from thermocline.tiers.plan_layout import BagLayout, Capacities
 
 DEVICE: Any = "interpreter" if INTERPRETED else "cuda"
@@ -87,6 +90,92 @@ def test_equal_to_planning_without_recordings(sizes: list[int], bags: Any, weigh
     stats, expected = table.hbm.stats(), plain.hbm.stats()
     assert (stats.ids, stats.rows, stats.resident) == (expected.ids, expected.rows, expected.resident)
     assert stats.evictions > 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bags", "weighted"),
+    [
+        ([1] * 8, [(2, "sum")], False),
+        ([0, 1, 2, 3, 1, 5], [(2, "sum")], False),
+        ([0, 1, 2, 3, 1, 5], [(2, "mean")], True),
+        ([2] * 6, [([0], "mean"), ([1], "none")], False),
+    ],
+)
+def test_page_locked_ids_are_not_copied_on_the_host(
+    sizes: list[int], bags: Any, weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of two batches and, the last, of one: their ids are uploaded one by one, before offsets and weights."""
+    batches = equal_batches(9, sizes, weighted=weighted)
+    keys = all_keys(batches)
+    plain, _ = train(batches, bags, recorded=False)
+    staged: list[Any] = []
+    stage = PlanGraph.stage
+    if INTERPRETED:
+        monkeypatch.setattr(plan_graph, "is_page_locked", lambda tensor: True)
+    else:
+        for batch in batches:
+            batch.ids = torch.from_numpy(batch.ids.view(np.int64)).pin_memory().numpy().view(np.uint64)
+    monkeypatch.setattr(plan_graph, "_DIRECT_IDS", 1)
+    monkeypatch.setattr(PlanGraph, "stage", lambda *given: staged.append(stage(*given)) or staged[-1])
+    table, backend = train(batches, bags, recorded=True)
+    (graph,) = backend.plan_graphs._graphs.values()
+    uploads = [ids for ids in staged if ids.in_place]
+    if len(bags) == 1 or INTERPRETED:  # the ids of some fields are a new array, which is not page-locked
+        assert uploads == staged
+    for ids in uploads:
+        assert len(ids.in_place) == 2 * len(bags)
+        assert len(ids.keys) == graph.shape.words - plan_graph.HEADER - graph.shape.keys
+    assert bits(table.read(keys)) == bits(plain.read(keys))
+    assert table.hbm is not None
+    table.hbm.check()
+
+
+def test_page_locked_ids_live_until_the_device_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is staged keeps the memory alive, and the tier keeps what is staged until the plan is read."""
+    monkeypatch.setattr(plan_graph, "is_page_locked", lambda tensor: True)
+    monkeypatch.setattr(plan_graph, "_DIRECT_IDS", 1)
+    table = tc.Table(4, tc.SGD(lr=0.01), hbm=bytes_for(40, 4), mem="4MB", device=DEVICE)
+    bag = tc.EmbeddingBag(table, 2)
+    assert isinstance(table.backend, HbmBackend)
+    table.backend.plan_graphs.enabled = True
+    for batch in equal_batches(2, [0, 1, 2, 3]):
+        table.prepare(batch)
+    (batch,) = equal_batches(1, [0, 1, 2, 3])
+    owner = batch.ids
+    while owner.base is not None:  # of the memory: views do not keep each other alive
+        owner = owner.base
+    window, ids = table.stage([batch]), weakref.ref(owner)
+    assert window.graph is not None
+    assert bag.table is table
+    window.inputs.clear()
+    del batch, owner
+    gc.collect()
+    assert ids() is not None
+    table.backend.launch(window)
+    window.ids = None
+    gc.collect()
+    assert ids() is not None
+    table.backend.pin(window)
+    gc.collect()
+    assert ids() is None
+    window.release()
+
+
+def test_small_or_read_only_ids_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_graph, "is_page_locked", lambda tensor: True)
+    table = tc.Table(4, tc.SGD(lr=0.01), hbm=bytes_for(40, 4), mem="4MB", device=DEVICE)
+    bag = tc.EmbeddingBag(table, 2)
+    (batch,) = equal_batches(1, [0, 1, 2, 3])
+    inputs = table.inputs(batch)
+    graph = PlanGraph(table.hbm, WindowShapes().of([inputs]))  # type: ignore[arg-type]
+    assert graph.stage([inputs]).in_place == ()
+    monkeypatch.setattr(plan_graph, "_DIRECT_IDS", 6)
+    assert len(graph.stage([inputs]).in_place) == 1
+    batch.ids.flags.writeable = False
+    staged = graph.stage([inputs])
+    assert staged.in_place == ()
+    assert staged.keys[:6].tolist() == batch.ids.view(np.int64).tolist()
+    assert bag.table is table
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -358,3 +358,25 @@ def test_many_steps_on_a_gpu(size: int, precision: str) -> None:
     assert outcome.trainer.graph_step.replays > 50
     assert outcome.table.hbm is not None
     assert outcome.table.hbm.stats().evictions > 0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_a_compiled_dense_part_is_recorded(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`train.compile` with `train.graphs`. Without a GPU, traced by torch.compile and run by torch."""
+    if INTERPRETED:
+        compile_model = torch.compile
+
+        def traced(model: Any, *, dynamic: bool, options: Any) -> Any:
+            assert options == {"deterministic": True}
+            return compile_model(model, dynamic=dynamic, backend="aot_eager")
+
+        monkeypatch.setattr(torch, "compile", traced)
+
+    class Compiled(Model):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.net[2].p = dropout
+
+    torch.compiler.reset()
+    outcome = same(batches_of(7), kind=Compiled, compile=True)
+    assert type(outcome.trainer._dense_step._run).__name__ == "OptimizedModule"

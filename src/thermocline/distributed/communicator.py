@@ -121,8 +121,12 @@ class Communicator:
         send      bytes for each rank
         receive   bytes from each rank; None: the sizes are exchanged first
         """
-        if len(send) == 1:
-            return [message]
+        return [message] if len(send) == 1 else self._exchange(group, message, send, receive, doing)
+
+    def _exchange(
+        self, group: GroupName, message: torch.Tensor, send: list[int], receive: list[int] | None, doing: str
+    ) -> list[torch.Tensor]:
+        """`all_to_all` of any number of ranks."""
         device = message.device
         if not self.gpu:
             message = message.cpu()

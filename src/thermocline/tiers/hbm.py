@@ -76,6 +76,8 @@ class StagedIds:
     """int64 bit patterns on the device, valid after `uploaded`; or the block that `Assign` uploads."""
     count: int
     uploaded: torch.cuda.Event | None
+    in_place: tuple[torch.Tensor, ...] = ()
+    """Ids in page-locked memory of the batches, which `Assign` uploads before the block."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """`PlanGraph`: the planning of a window as one recording: slots of all ids, then all lists of every batch.
 
 Windows of equal shape, with the same number of ids in every bag, share a recording. Its inputs lie in one block: a
-header, the keys, then offsets and weights of the bags. All but the header is brought to the device by one copy. Its
-outputs are copied out after each replay, into memory that a window owns until its pins are released; then a later
-window uses the memory again, with all views and launches that were made for it. Windows of other shapes are planned by
-the same functions without a recording.
+header, the keys, then offsets and weights of the bags. All but the header is brought to the device by one copy; ids in
+page-locked memory are copied from where they are. Its outputs are copied out after each replay, into memory that a
+window owns until its pins are released; then a later window uses the memory again, with all views and launches that
+were made for it. Windows of other shapes are planned by the same functions without a recording.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from thermocline.kernels.insert import InsertPlan, find_or_insert
 from thermocline.tiers.hbm import Assigned, HbmTier, StagedIds
 from thermocline.tiers.hbm_plan import PlanLists, write_plan
 from thermocline.tiers.plan_layout import BagLayout, Capacities, PlanLayout
-from thermocline.utils.page_locked import fixed_words
+from thermocline.utils.page_locked import fixed_words, is_page_locked
 from thermocline.utils.recording import Recording, current_stream
 
 HEADER = 4
@@ -33,6 +33,8 @@ _EVENTS = 16
 """Windows of one shape in flight, each with an event of its own; with more, training waits longer than it must."""
 _MAX_GRAPHS = 4
 _MAX_SHAPES = 256
+_DIRECT_IDS = 1 << 13
+"""Least mean number of ids per bag for an upload of their own: a launch takes about as long as a copy of 64 KB."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class PlanGraph:
         self.shape = shape
         self._tier = tier
         self._cuda = tier.device.type == "cuda"
-        self._keys, self._single = shape.keys, shape.words == HEADER + shape.keys
+        self._keys = shape.keys
         self._header = fixed_words(HEADER, tier.device)
         self._block: torch.Tensor | None = None
         """Header and inputs on the device. Allocated by `launch`, on the planning stream: memory that another stream
@@ -140,25 +142,36 @@ class PlanGraph:
     def stage(self, inputs: Sequence[BagInputs]) -> StagedIds:
         """Write the inputs of a window to a block in page-locked memory. Any thread.
 
-        Ids that are in page-locked memory themselves, and the only input, are uploaded from there.
+        Ids that are in page-locked memory themselves stay there: `launch` uploads them, and the block has the rest.
+        They must not change until then. The tensors of `StagedIds` keep their memory alive, and `HbmTier` keeps
+        `StagedIds` until `_wait` has seen the event that is recorded after the copies.
         """
         sources = [source for batch in inputs for source in batch.values()]
-        if self._cuda and self._single and len(sources) == 1:
-            keys = torch.from_numpy(sources[0].ids.view(np.int64))
-            if keys.is_pinned():
-                return StagedIds(keys, self._keys, None)
-        block = torch.empty(self.shape.words - HEADER, dtype=torch.int64, pin_memory=self._cuda)
+        in_place = self._in_place(sources)
+        skipped = self._keys if in_place else 0
+        rest = self.shape.words - HEADER - skipped
+        block = torch.empty(rest, dtype=torch.int64, pin_memory=self._cuda and rest > 0)
         words = block.numpy()
-        listed = words[: self._keys].view(np.uint64)
-        np.concatenate([np.empty(0, np.uint64), *(source.ids for source in sources)], out=listed)
-        first, sizes = self._keys, self.shape.input_sizes()
+        first, sizes = self._keys - skipped, self.shape.input_sizes()
+        if not in_place:
+            listed = words[:first].view(np.uint64)
+            np.concatenate([np.empty(0, np.uint64), *(source.ids for source in sources)], out=listed)
         for source, offsets, weights in zip(sources, sizes[::2], sizes[1::2], strict=True):
             if offsets:
                 words[first : first + offsets] = source.offsets
             if weights:
                 words[first + offsets : first + offsets + weights].view(np.float32)[: len(source.ids)] = source.weights
             first += offsets + weights
-        return StagedIds(block, self._keys, None)
+        return StagedIds(block, self._keys, None, in_place)
+
+    def _in_place(self, sources: Sequence[BagInput]) -> tuple[torch.Tensor, ...]:
+        """Return the ids of all bags as tensors in page-locked memory; empty: copy them to the block."""
+        only_ids = self.shape.words == HEADER + self._keys and len(sources) == 1
+        small = not only_ids and self._keys < _DIRECT_IDS * len(sources)
+        if small or not all(source.ids.flags.writeable for source in sources):  # torch has no read-only tensors
+            return ()
+        ids = tuple(torch.from_numpy(source.ids.view(np.int64)) for source in sources)
+        return ids if all(map(is_page_locked, ids)) else ()
 
     def launch(self, ids: StagedIds, used: int, now: int, completed: int) -> Callable[[], Assigned]:
         """Plan a window: see `Assign`."""
@@ -167,7 +180,12 @@ class PlanGraph:
         assert self._inputs is not None
         header = self._written_header  # the upload before has ended: `wait` ran
         header[0], header[1], header[2] = used, now, completed
-        self._inputs.copy_(ids.keys, non_blocking=True)
+        first = 0
+        for keys in ids.in_place:
+            self._inputs[first : first + len(keys)].copy_(keys, non_blocking=True)
+            first += len(keys)
+        if len(ids.keys):
+            self._inputs[first:].copy_(ids.keys, non_blocking=True)
         lists = self._take_lists()
         recording = self._recordings.get(evict)
         if recording is None:  # as it is, which compiles and loads the kernels

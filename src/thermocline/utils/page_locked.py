@@ -1,4 +1,4 @@
-"""Small page-locked memory that recordings copy from and to."""
+"""Page-locked memory: small parts that recordings copy from and to, and whether a tensor is in such memory."""
 
 from __future__ import annotations
 
@@ -26,3 +26,8 @@ def fixed_words(count: int, device: torch.device) -> torch.Tensor:
             _free[:] = [torch.zeros(max(_BLOCK, padded), dtype=torch.int64, pin_memory=True)]
         words, _free[0] = _free[0][:count], _free[0][padded:]
     return words
+
+
+def is_page_locked(tensor: torch.Tensor) -> bool:
+    """Whether a tensor in host memory can be copied to a GPU without a copy to other host memory before."""
+    return tensor.is_pinned()
