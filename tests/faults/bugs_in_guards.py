@@ -152,6 +152,13 @@ RANKS = [
         f"{_SHM}::test_too_few_open_files_are_refused_with_the_number_needed",
     ),
     PythonMutant(
+        "files of a store are not counted at start",
+        "distributed/store_files.py",
+        "    needed = others + _STORE_CONNECTIONS + groups.connections + more + _SPARE_FILES\n",
+        "    needed = others + _STORE_CONNECTIONS + groups.connections + _SPARE_FILES\n",
+        "tests/distributed/test_store_files.py",
+    ),
+    PythonMutant(
         "the NUMA node of the GPU is not used",
         "distributed/launch.py",
         "    if gpu_node in nodes:\n        return gpu_node\n",
