@@ -21,7 +21,7 @@ FUZZ_PARSE_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/data/parse*.cc)) csr
 FUZZ_STORE_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/ssd/*.cc csrc/util/*.cc)) csrc/testing/mem_fs.cc \
   csrc/ssd/files_fuzz_test.cc
 
-.PHONY: cpp-tests demo demo-online reproduce test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize \
+.PHONY: cpp-tests asan-tests tsan-tests demo demo-online reproduce test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize \
   test-tsan test-asan test-long-part soak fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 redis-server setup browser docs notebooks \
   wheels
 
@@ -118,22 +118,28 @@ test-long: build-inplace cpp-tests
 	THERMOCLINE_LONG=1 $(PYTEST) -m "faults or long" --timeout 0
 
 # A part of test-long, test-sanitize and the planted bugs of at most 55 minutes; the same command continues. KINDS: see
-# tests/faults/long_run.py. Results: build/long_run.jsonl.
+# tests/faults/long_run.py; cpp, asan and tsan build the tests that they need. Results, which git tracks:
+# benchmarks/results/long-run.jsonl.
 KINDS = cpp py mutants mutants-python
 SHARD = 1/1
-test-long-part: build-inplace cpp-tests
+test-long-part: build-inplace $(patsubst %,%-tests,$(filter cpp asan tsan,$(KINDS)))
 	$(PYTHON) tests/faults/long_run.py $(KINDS) --shard $(SHARD) --build $(BUILD) $(ARGS)
 
-# Hours of training with faults, compared with uninterrupted runs; continues an unfinished soak. Report: build/soak.
+# Hours of training with faults, compared with uninterrupted runs; continues an unfinished soak. Report: build/soak, and
+# with ARGS="--keep benchmarks/results" a copy that git tracks.
 HOURS = 2
 soak: build-inplace
 	PYTHONPATH=src $(PYTHON) tests/soak/main.py --hours $(HOURS) --folder $(BUILD)/soak $(ARGS)
 
-# TSan of GCC 12 aborts under high address-space randomisation: setarch turns that off.
-test-sanitize:
+asan-tests:
 	$(call configure_cpp,$(BUILD)/asan,-DTHERMOCLINE_SANITIZE=address$(comma)undefined)
-	UBSAN_OPTIONS=print_stacktrace=1 $(BUILD)/asan/thermocline_tests
+
+tsan-tests:
 	$(call configure_cpp,$(BUILD)/tsan,-DTHERMOCLINE_SANITIZE=thread)
+
+# TSan of GCC 12 aborts under high address-space randomisation: setarch turns that off.
+test-sanitize: asan-tests tsan-tests
+	UBSAN_OPTIONS=print_stacktrace=1 $(BUILD)/asan/thermocline_tests
 	setarch -R $(BUILD)/tsan/thermocline_tests
 
 # $(call sanitized_python,folder,kind): Python tests on a module that is built with a sanitizer; ARGS: other tests.

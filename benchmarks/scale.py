@@ -5,10 +5,12 @@ Claim    The formulas of `planner/scale_model.py` give the sizes of stores and t
 Method   Stores of 1e5 to 1e7 rows are filled and updated with small files, so that they have as many partitions,
          segments and extents as large ones; `SsdStore.stats()`, files and descriptors are compared with the formulas.
          Ranks are played by threads of one process: Gloo's groups on loopback, and `RowExchange` over a transport that
-         counts. Nothing is timed except the processor time of opening a store.
+         counts. Nothing is timed except the processor time of opening a store, and with --times: saves of dirty rows,
+         steps as `benchmarks/plan.py` measures them, and connections to torchrun; these need an idle machine.
          Predictions: a model with the rows, ids and network of model E of Zhao et al. (2020) on `paper_node`; step
          times are those of `thermocline plan`.
-Command  python benchmarks/scale.py [--predict | --check] [--rows N ...] [--ranks N ...] [--dir FOLDER] [--json FILE]
+Command  python benchmarks/scale.py [--predict | --check | --times] [--rows N ...] [--ranks N ...] [--dir FOLDER]
+         [--json FILE]
 Target   Every measured figure within the bounds of its check, fixed before: equal for counts, else stated in the code.
 """
 
@@ -18,8 +20,9 @@ import argparse
 import dataclasses
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common import Claim, console, environment, print_claims, write_json
 from rich.table import Table
@@ -40,6 +43,9 @@ from thermocline.planner.scale_model import (
 from thermocline.planner.ssd_model import KEY_BYTES
 from thermocline.planner.workload import cluster_of, preset_config
 from thermocline.utils.text_format import format_size
+
+if TYPE_CHECKING:
+    from scale_checks import Check
 
 NODES = (1, 4, 16, 64, 250, 1000)
 KEYS = (1e9, 1e10, 1e11, 1e12)
@@ -227,22 +233,16 @@ def checks(rows: list[int], worlds: list[int], folder: Path) -> tuple[dict[str, 
     found.append(measured.check_connections(Ranks(1000, GPUS)))
     found += measured.check_sockets(64)
     found.append(measured.check_connection_memory(32))
-    table = Table("figure", "predicted", "measured", "ratio", "allowed", "")
-    for check in found:
-        allowed = f"{check.least:.3g} to {check.most:.3g}"
-        figures = (f"{check.predicted:,.0f}", f"{check.measured:,.0f}", f"{check.ratio:.2f}")
-        table.add_row(check.what, *figures, allowed, "ok" if check.passed else "MISSED")
-    console.print(table)
+    record, outside = report(found)
     times = "; ".join(f"{name}: {nanoseconds:.0f} ns" for name, nanoseconds in opened.items())
     console.print(f"opening a store, processor time per row in its log: {times}")
     claims = [
-        Claim("checks outside their bounds", sum(not check.passed for check in found), 0, "", at_most=True),
+        outside,
         # The base is rewritten once per log of 20 % of it: 5 bytes per byte put.
         Claim("bytes that merges write per byte put", more, 6, "", at_most=True,
               detail=f"{merges_more} merges; {few:.1f} and {merges_few} with a limit of 4,096 extents"),
     ]  # fmt: skip
     print_claims("scale", claims)
-    record = [{**check._asdict(), "ratio": check.ratio, "passed": check.passed} for check in found]
     return {
         "checks": record,
         "open_ns_per_log_row": opened,
@@ -250,10 +250,34 @@ def checks(rows: list[int], worlds: list[int], folder: Path) -> tuple[dict[str, 
     }, claims
 
 
+def report(found: Sequence[Check]) -> tuple[list[dict[str, Any]], Claim]:
+    """Print a table of checks; return them for the record, and the claim that all are within their bounds."""
+    table = Table("figure", "predicted", "measured", "ratio", "allowed", "")
+    for check in found:
+        allowed = f"{check.least:.3g} to {check.most:.3g}"
+        figures = (f"{check.predicted:,.0f}", f"{check.measured:,.0f}", f"{check.ratio:.2f}")
+        table.add_row(check.what, *figures, allowed, "ok" if check.passed else "MISSED")
+    console.print(table)
+    record = [{**check._asdict(), "ratio": check.ratio, "passed": check.passed} for check in found]
+    missed = sum(not check.passed for check in found)
+    return record, Claim("checks outside their bounds", missed, 0, "", at_most=True)
+
+
+def times(folder: Path) -> tuple[dict[str, Any], list[Claim]]:
+    """Measure and print saves, steps and the rendezvous; return their figures, and the claims."""
+    from scale_times import measure_times  # loads torch
+
+    found, measured = measure_times(folder)
+    record, outside = report(found)
+    print_claims("scale", [outside])
+    return {"checks": record, **measured}, [outside]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--predict", action="store_true", help="predictions only")
     parser.add_argument("--check", action="store_true", help="measurements only")
+    parser.add_argument("--times", action="store_true", help="measurements of times only, on an idle machine")
     parser.add_argument("--rows", type=int, nargs="+", default=[100_000, 1_000_000], help="rows of the stores")
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512], help="ranks played, multiples of 8")
     parser.add_argument("--dir", type=Path, help="folder for the stores; default: the system's temporary folder")
@@ -261,11 +285,12 @@ def main() -> int:
     options = parser.parse_args()
     record: dict[str, Any] = {"environment": environment(["torch", "numpy"])}
     claims: list[Claim] = []
-    if not options.check:
+    if not (options.check or options.times):
         record["predictions"] = predictions()
     if not options.predict:
-        with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-            measured, claims = checks(options.rows, options.ranks, Path(folder))
+        with tempfile.TemporaryDirectory(dir=options.dir) as name:
+            folder = Path(name)
+            measured, claims = times(folder) if options.times else checks(options.rows, options.ranks, folder)
         record |= measured
     if options.json:
         write_json(options.json, record, claims)

@@ -33,8 +33,8 @@ EXAMPLES, TEST = 1_000_000, 100_000
 SEEDS = 3
 """Trainings per k in the full run, each with other data and other initial weights."""
 TOLERANCE = 0.001
-"""Largest mean loss of AUC of the claim, which is measured but not asserted. A loss of 0.1 % already costs revenue,
-says the hierarchical parameter server paper."""
+"""Largest loss of the claim, as a share of the AUC of k = 1, mean over seeds; measured, not asserted. A loss of 0.1 %
+already costs revenue (Zhao et al. 2020)."""
 
 
 def ranks(setup: Setup) -> int:
@@ -92,12 +92,13 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
     auc, speed = (
         [[results[step_name(k, seed)][field] for seed in chosen] for k in ks] for field in ("auc", "examples_per_s")
     )
-    losses = [[base - own for base, own in zip(auc[0], values, strict=True)] for values in auc]
+    losses = [[1 - own / base for base, own in zip(auc[0], values, strict=True)] for values in auc]
     means, mean_losses, speeds = ([statistics.mean(values) for values in table] for table in (auc, losses, speed))
+    kept = list(itertools.takewhile(lambda at: mean_losses[at] <= TOLERANCE, range(len(ks))))
     count = int(results[step_name(ks[0], chosen[0])]["ranks"])
     sent = [8 * (count - 1) / count * dense_parameters() * (1 if k == 1 else 2) / k for k in ks]
     rows = [
-        (k, a, -loss, f"{-max(by_seed):+.4f} to {-min(by_seed):+.4f}", s, size)
+        (k, a, f"{-loss:+.2%}", f"{-max(by_seed):+.2%} to {-min(by_seed):+.2%}", s, size)
         for k, a, loss, by_seed, s, size in zip(ks, means, mean_losses, losses, speeds, sent, strict=True)
     ]
     return Section(
@@ -113,7 +114,7 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
         parts=[
             Figure(name="auc", title="AUC against k", x_label="k", y_label="test AUC", x_scale="log2",
                    series=[Series(name="merged every k steps", x=ks, y=means)],
-                   hlines={f"k = 1 less {TOLERANCE}": means[0] - TOLERANCE}),
+                   hlines={f"k = 1 less {TOLERANCE:.1%}": means[0] * (1 - TOLERANCE)}),
             Figure(name="speed", title="Speed against k", x_label="k", y_label="examples/s", x_scale="log2", y_from=0,
                    series=[Series(name="merged every k steps", x=ks, y=speeds)]),
             Table(name="table", title="k-step Adam", rows=rows, predicted=("bytes a rank sends per step",),
@@ -123,12 +124,12 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
         ],
         claims=[
             Claim(
-                text=f"merging every k steps costs at most {TOLERANCE} of AUC",
-                holds=max(mean_losses) <= TOLERANCE,
+                text=f"merging every k steps costs at most {TOLERANCE:.1%} of the AUC",
+                holds=len(kept) == len(ks),
                 asserted=False,
                 detail=", ".join(f"k = {k}: {a:.4f}" for k, a in zip(ks, means, strict=True)),
                 part="auc",
-                ours=f"{max(mean_losses):.4f} lost at most",
+                ours=f"holds to k = {ks[kept[-1]]}; {max(mean_losses):.2%} lost at most",
                 paper="no loss (Zhao et al. 2022)",
             )
         ],

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.util
 import re
+import subprocess
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,28 @@ def prose(page: Path) -> str:
 
 def test_readme_has_at_most_150_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_commits_exist_or_are_marked_as_of_before_a_rebase() -> None:
+    try:
+        if git("rev-parse", "--is-shallow-repository").strip() == "true":
+            pytest.skip("a clone without history")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no git checkout")
+    names = r"\b(?=\w*[0-9])(?=\w*[a-f])(?:[0-9a-f]{7}|[0-9a-f]{10})\b"
+    named = [
+        (page_id(page), match[0])
+        for page in PAGES
+        for match in re.finditer(rf"({names})(?! \(?before a rebase)", " ".join(page.read_text().split()))
+    ]
+    known = set()
+    for line in git("rev-list", "HEAD").splitlines():
+        known |= {line[:7], line[:10]}
+    assert [each for each in named if each[1] not in known] == []
 
 
 # ---- names

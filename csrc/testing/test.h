@@ -25,6 +25,10 @@ bool register_test(const char* suite, const char* name, TestBody body);
 // Returns `quick`, or `full` in `make test-long` (THERMOCLINE_LONG=1).
 uint64_t scaled(uint64_t quick, uint64_t full);
 
+// Whether this process runs the seed or case `number`: all of them, or every N-th with THERMOCLINE_PART=I/N, from the
+// I-th. For tests that take hours; with THERMOCLINE_PART, a test that does not call it fails.
+bool in_part(uint64_t number);
+
 // A new empty folder, removed by the destructor. In THERMOCLINE_TEST_DIR, else in TMPDIR.
 class TempDir {
  public:

@@ -29,10 +29,35 @@ bool contains_any(const std::string& name, const std::vector<std::string_view>& 
   return std::any_of(parts.begin(), parts.end(), [&](auto p) { return name.find(p) != std::string::npos; });
 }
 
+// THERMOCLINE_PART=I/N.
+struct Part {
+  uint64_t index = 1, count = 1;
+  bool used = false;  // by the present test
+};
+
+Part& part() {
+  static Part of_process = [] {
+    Part p;
+    const char* value = std::getenv("THERMOCLINE_PART");
+    unsigned long long index = 0, count = 0;
+    if (!value) return p;
+    if (std::sscanf(value, "%llu/%llu", &index, &count) != 2 || index == 0 || index > count) {
+      std::fprintf(stderr, "THERMOCLINE_PART is '%s': it must be I/N with I from 1 to N\n", value);
+      std::exit(2);
+    }
+    p.index = index;
+    p.count = count;
+    return p;
+  }();
+  return of_process;
+}
+
 // Returns the cause of the failure, or an empty string.
 std::string run(const Test& test) {
   try {
+    part().used = false;
     test.body();
+    if (part().count > 1 && !part().used) return "the test has no parts: it ran whole";
     return {};
   } catch (const Failure& failure) {
     return failure.what();
@@ -51,6 +76,11 @@ bool register_test(const char* suite, const char* name, TestBody body) {
 uint64_t scaled(uint64_t quick, uint64_t full) {
   const char* value = std::getenv("THERMOCLINE_LONG");
   return value && std::strcmp(value, "1") == 0 ? full : quick;
+}
+
+bool in_part(uint64_t number) {
+  part().used = true;
+  return number % part().count == part().index - 1;
 }
 
 TempDir::TempDir() {

@@ -60,6 +60,10 @@ def test_gloo_has_one_connection_per_pair_that_communicates(load: Any) -> None:
     assert not missed(load("scale_checks").check_sockets(12))
 
 
+def test_torchrun_has_two_connections_per_rank(load: Any) -> None:
+    assert not missed([load("scale_times").check_rendezvous(3)])
+
+
 def test_messages_and_bytes_of_64_ranks(load: Any) -> None:
     assert not missed(load("scale_checks").check_traffic(Ranks(8, 8), batch=64, dim=8))
 

@@ -1,12 +1,13 @@
 """Run the long tests, the sanitizers and the planted bugs in resumable parts, and keep each result.
 
-    python tests/faults/long_run.py KIND... [--shard I/N] [--minutes 55] [--results build/long_run.jsonl]
+    python tests/faults/long_run.py KIND... [--shard I/N] [--minutes 55] [--only TEXT] [--results FILE]
 
 KIND: cpp and py, the parts of `make test-long`; asan, tsan, those of `make test-sanitize`; mutants, mutants-python.
-A unit is a C++ suite (or one test of a Faults suite), a Python test, or planted bugs. Each appends one JSON line
-to the results: date, commit, unit, seconds, result, and the last lines of its output. A unit that passed at this commit
-is not repeated, so that the same command continues after an interruption. Units that the minutes do not suffice for are
-"not finished". Exit code: 0 if all units of the shard have passed, 1 if one failed, 3 if some are left.
+A unit is a C++ suite (or one test of a Faults suite, or a part of its seeds), a Python test or some of its parameters,
+or planted bugs. Each appends one JSON line to the results, by default to benchmarks/results/long-run.jsonl, which git
+tracks: date, commit, unit, seconds, result, and the last lines of its output. A unit that passed at this commit is not
+repeated, so that the same command continues after an interruption. Units that the minutes do not suffice for are "not
+finished". Exit code: 0 if all units of the shard have passed, 1 if one failed, 3 if some are left.
 """
 
 from __future__ import annotations
@@ -28,6 +29,21 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from soak.report import git_commit, now
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "long-run.jsonl"
+PARTS = {
+    "FaultsCrash.Replay": 10,
+    "FaultsCrash.KilledThenPowerLoss": 5,
+    "FaultsCrash.WhileLogs": 4,
+    "FaultsIo.": 10,
+    "FaultsRepair.EveryPage": 3,
+    "FaultsRepair.": 10,
+}
+"""Beginnings of C++ tests that are run in parts of their seeds (THERMOCLINE_PART), and the number of parts of the long
+column. Half as many under a sanitizer, whose tests have fewer seeds."""
+ALONE = ("tests/faults/", "tests/soak/", "tests/exact/test_kill")
+"""Python tests of which each parameter is a unit."""
+PARAMETERS = 24
+"""Parameters of another Python test in one unit; each takes seconds."""
 KINDS = ("cpp", "py", "asan", "tsan", "mutants", "mutants-python")
 
 
@@ -41,23 +57,49 @@ class Unit:
 
 
 def cpp_units(kind: str, binary: Path, *, long: bool, prefix: Sequence[str] = ()) -> list[Unit]:
-    """Return one unit per suite, and one per test of a Faults suite."""
+    """Return one unit per suite, one per test of a Faults suite, and one per part of the tests in `PARTS`."""
     listed = subprocess.run([str(binary), "--list"], capture_output=True, text=True, check=True).stdout.split()
     names = dict.fromkeys(test if test.startswith("Faults") else test.partition(".")[0] + "." for test in listed)
     env = (("THERMOCLINE_LONG", "1" if long else "0"), ("UBSAN_OPTIONS", "print_stacktrace=1"))
-    return [Unit(f"{kind} {name}", (*prefix, str(binary), name), env) for name in names]
+    units = []
+    for name in names:
+        command = (*prefix, str(binary), name)
+        parts = next((parts for start, parts in PARTS.items() if name.startswith(start)), 1)
+        parts = parts if long else max(1, parts // 2)
+        if parts == 1:
+            units.append(Unit(f"{kind} {name}", command, env))
+        for part in (f"{number}/{parts}" for number in range(1, parts + 1) if parts > 1):
+            units.append(Unit(f"{kind} {name} {part}", command, (*env, ("THERMOCLINE_PART", part))))
+    return units
 
 
 def python_units() -> list[Unit]:
-    """Return one unit per test that is marked faults or long; their parameters together, those of kills apart."""
-    collect = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "faults or long", "--collect-only"]
-    listed = subprocess.run(collect, capture_output=True, text=True, check=False, cwd=ROOT).stdout
+    """Return the units of all tests that are marked faults or long."""
+    long = {"THERMOCLINE_LONG": "1"}
+    options = ("-m", "pytest", "-n", "0", "-q", "-m", "faults or long")
+    listed = subprocess.run(
+        [sys.executable, *options, "--collect-only"], capture_output=True, text=True, check=False, cwd=ROOT,
+        env={**os.environ, **long},
+    ).stdout  # fmt: skip
     tests = [line for line in listed.splitlines() if line.startswith("tests/") and "::" in line]
     if not tests:
         raise SystemExit(f"no Python test was found:\n{listed[-2000:]}")
-    names = dict.fromkeys(test if "random_times" in test else test.partition("[")[0] for test in tests)
-    command = (sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "faults or long", "--timeout", "0")
-    return [Unit(f"py {name}", (*command, name), (("THERMOCLINE_LONG", "1"),)) for name in names]
+    command = (sys.executable, *options, "--timeout", "0")
+    return [Unit(f"py {name}", (*command, *ids), tuple(long.items())) for name, ids in grouped(tests).items()]
+
+
+def grouped(tests: Sequence[str]) -> dict[str, list[str]]:
+    """Return the names of units and their test ids: each id of `ALONE`, at most `PARAMETERS` ids of another test."""
+    ids: dict[str, list[str]] = {}
+    for test in tests:
+        ids.setdefault(test if test.startswith(ALONE) else test.partition("[")[0], []).append(test)
+    groups = {}
+    for name, each in ids.items():
+        for first in range(0, len(each), PARAMETERS):
+            part = each[first : first + PARAMETERS]
+            numbers = f" {first + 1} to {first + len(part)} of {len(each)}" if len(each) > PARAMETERS else ""
+            groups[name + numbers] = part
+    return groups
 
 
 def planted_bugs(script: str) -> list[Any]:
@@ -113,7 +155,7 @@ def run_unit(unit: Unit, seconds: float) -> dict[str, Any]:
         os.killpg(process.pid, 9)
         output, _ = process.communicate()
         result = "not finished"
-    lines = output.splitlines()[-12 if result == "passed" else -60 :]
+    lines = output.replace(str(ROOT), ".").splitlines()[-3 if result == "passed" else -60 :]
     return {"result": result, "seconds": round(time.monotonic() - start, 1), "output": lines}
 
 
@@ -143,7 +185,7 @@ def main() -> int:
     parser.add_argument("--shard", default="1/1", help="I/N: every N-th unit, from the I-th")
     parser.add_argument("--minutes", type=float, default=55.0)
     parser.add_argument("--build", type=Path, default=ROOT / "build")
-    parser.add_argument("--results", type=Path, default=ROOT / "build" / "long_run.jsonl")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--only", default="", help="text that the names of units contain")
     options = parser.parse_args()
     index, _, count = options.shard.partition("/")

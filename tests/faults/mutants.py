@@ -17,7 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from planted_bugs import Mutant, chosen, plant
+from bugs_in_guards import STORE
+from planted_bugs import CppMutant, Mutant, chosen, plant
 
 ROOT = Path(__file__).parents[2]
 # Fast suites first: they detect most bugs. A suite that times out counts as a detection.
@@ -32,6 +33,7 @@ SUITE_TIMEOUT = 900  # of FaultsCrash, on a busy machine; seconds
 
 
 MUTANTS = [
+    *STORE,
     Mutant(
         "a read error is not repeated",
         "util/posix_file.cc",
@@ -319,6 +321,11 @@ MUTANTS = [
 ]
 
 
+def suites_of(mutant: Mutant) -> list[str]:
+    """Return the tests that have to detect a mutant: its own, or any."""
+    return [mutant.tests] if isinstance(mutant, CppMutant) else SUITES
+
+
 class Copy:
     """A copy of the C++ sources with its own build folder. An existing copy is brought up to date."""
 
@@ -349,15 +356,19 @@ class Copy:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
 
-    def passes_clean(self) -> str:
+    def passes_clean(self, suites: list[str]) -> str:
         """Return the first failing test without a bug; empty if all pass, or have passed with these sources."""
-        if self.clean_at.exists() and self.clean_at.read_text() == self.digest.hexdigest():
-            return ""
+        passed = self.clean_at.read_text().splitlines() if self.clean_at.exists() else []
+        digest = self.digest.hexdigest()
+        passed = passed[1:] if passed[:1] == [digest] else []
         self.build()
-        reason = self.first_failure()
-        if not reason:
-            self.clean_at.write_text(self.digest.hexdigest())
-        return reason
+        for suite in suites:
+            if suite not in passed:
+                if reason := self.first_failure([suite]):
+                    return reason
+                passed.append(suite)
+                self.clean_at.write_text("\n".join([digest, *passed]))
+        return ""
 
     def build(self) -> None:
         command = ["cmake", "--build", str(self.build_dir), "-j", str(os.cpu_count() or 1)]
@@ -365,10 +376,10 @@ class Copy:
         if done.returncode != 0:
             raise SystemExit(f"the build failed:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
 
-    def first_failure(self) -> str:
+    def first_failure(self, suites: list[str]) -> str:
         """Return the first failing test with its cause; empty if all pass."""
         env = dict(os.environ, THERMOCLINE_LONG="0")
-        for suite in SUITES:
+        for suite in suites:
             try:
                 command = [str(self.build_dir / "thermocline_tests"), suite]
                 done = subprocess.run(
@@ -395,9 +406,11 @@ def main() -> int:
 
         def detect(mutant: Mutant) -> str:
             copy.build()
-            return copy.first_failure()
+            return copy.first_failure(suites_of(mutant))
 
-        return plant(chosen(MUTANTS, options.names), copy.csrc, "tests/faults/mutants.py", copy.passes_clean, detect)
+        mutants = chosen(MUTANTS, options.names)
+        suites = list(dict.fromkeys(suite for mutant in mutants for suite in suites_of(mutant)))
+        return plant(mutants, copy.csrc, "tests/faults/mutants.py", lambda: copy.passes_clean(suites), detect)
 
 
 if __name__ == "__main__":

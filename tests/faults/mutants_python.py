@@ -3,7 +3,7 @@
     python tests/faults/mutants_python.py [NAME...]
 
 A bug in a hint changes no bit, so tests of bits cannot detect it. bugs_in_runs.py has those of checkpoints, publishing,
-admission, the look-ahead and ranks. Run by `make test-faults`.
+admission, the look-ahead and ranks, bugs_in_guards.py those of guards. Run by `make test-faults`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bugs_in_guards import GUARDS
 from bugs_in_runs import BUGS
 from planted_bugs import PythonMutant, chosen, plant
 
@@ -29,6 +30,7 @@ EXPIRY = "tests/embedding/test_expiry.py"
 
 MUTANTS = [
     *BUGS,
+    *GUARDS,
     PythonMutant(
         "hints are sent to the next rank",
         "distributed/hint_lane.py",

@@ -23,6 +23,12 @@ class PythonMutant(Mutant):
     """File, or one test, that has to detect it."""
 
 
+@dataclasses.dataclass(frozen=True)
+class CppMutant(Mutant):
+    tests: str
+    """Beginning of the names of the C++ tests that have to detect it."""
+
+
 M = TypeVar("M", bound=Mutant)
 
 

@@ -26,6 +26,8 @@ TESTS = {
         *("tests/pipeline", "tests/tiers/test_dram_api.py", "tests/tiers/test_ssd_api.py"),
         *("tests/distributed/test_sharded_table.py", "tests/distributed/test_hints.py"),
         *("tests/distributed/test_row_exchange.py", "tests/distributed/test_shm_transport.py"),
+        *("tests/distributed/test_early_rows.py", "tests/distributed/test_admission_ranks.py"),
+        *("tests/distributed/test_publish_ranks.py", "tests/distributed/test_restarts.py"),
         *("tests/embedding/test_expiry.py", "tests/embedding/test_admission.py"),
         *("tests/checkpoint/test_manager.py", "tests/serving/test_publication.py"),
     ],

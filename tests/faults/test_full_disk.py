@@ -14,10 +14,17 @@ pytestmark = pytest.mark.faults
 
 LONG = os.environ.get("THERMOCLINE_LONG") == "1"
 CASES = 200 if LONG else 10
+PARTS = 10 if LONG else 1
+"""Tests over which the cases are distributed, so that each takes minutes."""
 SCRIPT = Path(__file__).with_name("full_disk.py")
 
 # The mounts end with the namespace. Without root, a user namespace permits mounting.
 NAMESPACE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
+
+
+def seeds_of(part: int) -> range:
+    """Return the seeds of one part of the cases."""
+    return range(part * CASES // PARTS, (part + 1) * CASES // PARTS)
 
 
 def mount_error(kind: str, folder: Path) -> str:
@@ -32,13 +39,15 @@ def mount_error(kind: str, folder: Path) -> str:
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("case", ["full", "read-only"])
+@pytest.mark.parametrize(
+    ("case", "seeds"), [*(("full", seeds_of(part)) for part in range(PARTS)), ("read-only", range(1))]
+)
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
-def test_small_file_system(tmp_path: Path, kind: str, case: str) -> None:
+def test_small_file_system(tmp_path: Path, kind: str, case: str, seeds: range) -> None:
     reason = mount_error(kind, tmp_path)
     if reason:
         pytest.skip(f"cannot mount {kind} here: {reason}")
-    for seed in range(CASES if case == "full" else 1):
+    for seed in seeds:
         command = [*NAMESPACE, sys.executable, str(SCRIPT), kind, case, str(tmp_path), str(seed)]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout}{run.stderr}"

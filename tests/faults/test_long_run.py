@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults.long_run import Unit, run
+from faults.long_run import PARAMETERS, Unit, cpp_units, grouped, run
 
 
 def unit(name: str, code: str) -> Unit:
@@ -38,3 +38,28 @@ def test_a_unit_beyond_the_time_is_not_finished(tmp_path: Path) -> None:
     (entry,) = map(json.loads, results.read_text().splitlines())
     assert (entry["unit"], entry["result"]) == ("slow", "not finished")
     assert run(units[1:], results, 1, "abc") == 0
+
+
+def test_long_cpp_tests_are_run_in_parts_of_their_seeds(tmp_path: Path) -> None:
+    binary = tmp_path / "tests"
+    binary.write_text("#!/bin/sh\necho Store.A Store.B FaultsCrash.ReplayX FaultsFuzz.Y\n")
+    binary.chmod(0o755)
+    units = cpp_units("cpp", binary, long=True)
+    replays = [f"cpp FaultsCrash.ReplayX {part}/10" for part in range(1, 11)]
+    assert [unit.name for unit in units] == ["cpp Store.", *replays, "cpp FaultsFuzz.Y"]
+    assert [dict(unit.env).get("THERMOCLINE_PART") for unit in units] == [None, *(n.split()[2] for n in replays), None]
+    assert all(dict(unit.env)["THERMOCLINE_LONG"] == "1" for unit in units)
+    assert sum("Replay" in unit.name for unit in cpp_units("tsan", binary, long=False)) == 5
+
+
+def test_parameters_are_divided_into_units_that_miss_none() -> None:
+    kills = [f"tests/faults/test_kill.py::test_x[{i}]" for i in range(3)]
+    options = [f"tests/exact/test_exact.py::test_y[{i}-a]" for i in range(2 * PARAMETERS + 1)]
+    units = grouped([*kills, *options, "tests/a.py::test_z"])
+    assert [test for ids in units.values() for test in ids] == [*kills, *options, "tests/a.py::test_z"]
+    assert list(units)[:3] == kills
+    assert list(units)[-2:] == [
+        f"tests/exact/test_exact.py::test_y {2 * PARAMETERS + 1} to {2 * PARAMETERS + 1} of {2 * PARAMETERS + 1}",
+        "tests/a.py::test_z",
+    ]
+    assert len(units) == 3 + 3 + 1

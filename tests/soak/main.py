@@ -1,6 +1,6 @@
 """Soak: train for hours with random budgets, ranks and faults, and compare all bits with uninterrupted runs.
 
-    python tests/soak/main.py --hours 2 [--folder build/soak] [--minutes 20]
+    python tests/soak/main.py --hours 2 [--folder build/soak] [--minutes 20] [--keep benchmarks/results]
 
 Two lanes take turns, both with statistics, expiry, admission and publishing. The first is one run of one rank that
 lasts for the whole soak; the second is a new run over 2 or 3 ranks after each comparison. Each attempt of a lane
@@ -144,6 +144,8 @@ class Soak:
         for reference in self.references.values():
             reference.ranks.kill()
         self.write()
+        if self.options.keep is not None:
+            self.report.keep(self.options.keep)
         print(self.report.text(), flush=True)
         return 1 if self.report.failures else 0
 
@@ -352,6 +354,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0, help="minutes between comparisons")
     parser.add_argument("--folder", default="build/soak", help="about 1 GB; an unfinished soak in it continues")
     parser.add_argument("--report", help="folder of the report; by default that of the soak")
+    parser.add_argument("--keep", type=Path, help="folder that gets a copy of the report at the end")
     parser.add_argument("--cores", type=float, default=1.0, help="share of processor time")
     parser.add_argument("--disk-mb", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)

@@ -16,10 +16,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def git_commit() -> str:
-    """Return the commit of the checkout, with "+" if files differ from it."""
+    """Return the commit of the checkout, with "+" if files other than results differ from it."""
     try:
         commit = subprocess.check_output(["git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD"], text=True).strip()
-        changed = subprocess.check_output(["git", "-C", str(ROOT), "status", "--porcelain", "-uno"], text=True)
+        status = ["git", "-C", str(ROOT), "status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results"]
+        changed = subprocess.check_output(status, text=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit + ("+" if changed.strip() else "")
@@ -54,14 +55,18 @@ class Report:
         """Record a failure."""
         self.failures.append({"at": now(), "attempt": self.attempts, "what": what, "detail": detail[-4000:], **more})
 
-    def write(self, folder: Path) -> None:
-        """Write both files; each appears by a rename."""
+    def write(self, folder: Path, name: str = "report") -> None:
+        """Write NAME.json and NAME.txt; each appears by a rename."""
         folder.mkdir(parents=True, exist_ok=True)
         values = vars(self) | {"peaks": dataclasses.asdict(self.peaks)}
-        for name, text in (("report.json", json.dumps(values, indent=1)), ("report.txt", self.text())):
-            temporary = folder / f".{name}"
+        for suffix, text in (("json", json.dumps(values, indent=1)), ("txt", self.text())):
+            temporary = folder / f".{name}.{suffix}"
             temporary.write_text(text + "\n")
-            temporary.rename(folder / name)
+            temporary.rename(folder / f"{name}.{suffix}")
+
+    def keep(self, folder: Path) -> None:
+        """Write both files to a folder of several reports, under date of start, commit and seed."""
+        self.write(folder, f"soak-{self.started.split()[0]}-{self.commit}-{self.seed}")
 
     @classmethod
     def read(cls, folder: Path) -> Report | None:

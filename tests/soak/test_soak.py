@@ -26,8 +26,19 @@ LANE = Lane(0, 1, 7, True)
 
 @pytest.fixture
 def soak(tmp_path: Path) -> Soak:
-    options = argparse.Namespace(folder=str(tmp_path), report="", disk_mb=64, seed=1, hours=1.0, minutes=1.0, cores=1.0)
+    numbers = {"disk_mb": 64, "seed": 1, "hours": 0.0, "minutes": 1.0, "cores": 1.0}
+    options = argparse.Namespace(folder=str(tmp_path), report="", keep=None, **numbers)
     return Soak(options)
+
+
+def test_a_report_is_kept_beside_those_of_other_soaks(soak: Soak) -> None:
+    soak.options.keep = soak.folder / "results"
+    soak.report.commit, soak.report.started, soak.report.attempts = "0123456789", "2026-01-02 03:04:05", 7
+    assert soak.run() == 0
+    names = ["soak-2026-01-02-0123456789-1.json", "soak-2026-01-02-0123456789-1.txt"]
+    assert sorted(path.name for path in soak.options.keep.iterdir()) == names
+    assert json.loads((soak.options.keep / names[0]).read_text())["attempts"] == 7
+    assert "7 attempts" in (soak.options.keep / names[1]).read_text()
 
 
 @pytest.mark.faults

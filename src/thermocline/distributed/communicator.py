@@ -362,6 +362,13 @@ class Groups:
             raise
 
     @property
+    def connections(self) -> int:
+        """Most connections of this rank over all groups. Those of lazy groups are opened when they are first used."""
+        comms = (self.train, self.ahead, self.read, self._hints, *([] if self.early is None else [self.early]))
+        found = {id(g.process_group): g for comm in comms for g in (comm.world, comm.node, comm.peers) if g is not None}
+        return sum(group.size - 1 for group in found.values())
+
+    @property
     def timeout(self) -> float:
         """Seconds of silence after which a collective fails."""
         return self.heartbeat.timeout

@@ -25,7 +25,8 @@ from thermocline.distributed.torch_group import TorchGroup
 from thermocline.errors import ConfigError
 
 _SPARE_FILES = 64
-"""Open files of a rank beside connections: data, stores, logs. Of torchrun: connections of its other machines."""
+"""Open files of a rank beside connections and stores (`store_files`): data, logs. Of torchrun: connections of its other
+machines."""
 _STORE_CONNECTIONS = 2
 """Connections of a rank to the rendezvous store: its own and that of its heartbeat."""
 

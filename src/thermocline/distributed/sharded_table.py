@@ -20,6 +20,7 @@ from thermocline.distributed.rank_agreement import flatten, require_equal, versi
 from thermocline.distributed.row_exchange import RowExchange
 from thermocline.distributed.sharded_admission import ShardedAdmissionBackend
 from thermocline.distributed.sharded_backend import ShardedBackend
+from thermocline.distributed.store_files import require_store_files
 from thermocline.distributed.topology import Topology
 from thermocline.embedding.admission import Admission
 from thermocline.embedding.admission_backend import AdmissionBackend
@@ -80,6 +81,11 @@ class ShardedTable(Table):
             spec = agree_on_lookahead(spec, groups)
             with groups.busy():  # opening a large store takes minutes
                 local = make_local_backend(spec, device, epoch)
+            try:
+                require_store_files(groups, spec)
+            except BaseException:
+                local.close()
+                raise
             return make_sharded_backend(spec, local, groups, hops=hops, wire=wire)
 
         super().__init__(dim, optimizer, ssd=ssd, make_backend=make_backend, **options)
