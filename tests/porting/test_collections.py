@@ -20,7 +20,6 @@ from helpers.ssd import SMALL
 
 import thermocline as tc
 from thermocline.torchrec import (
-    DataType,
     EmbeddingBagCollection,
     EmbeddingCollection,
     EmbeddingConfig,
@@ -457,14 +456,6 @@ def test_half_and_deepcopy_give_a_reason() -> None:
 def test_mistakes_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_configs_of_torchrec_with_other_settings_are_refused() -> None:
-    foreign = config()
-    foreign.use_virtual_table = True  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="table 't': use_virtual_table is True: it is not supported"):
-        bags(foreign)
-    assert bags(config(data_type=DataType.BF16)).tables["t"].precision.kind == "bf16"
 
 
 # ---- pipelines
