@@ -11,6 +11,8 @@ Method   Each side is a process of its own, which trains a number of steps when 
 Sides    one table         tc.Table, tc.EmbeddingBag with 26 fields
          tiers             26 tables of tc.Tiers, a tc.EmbeddingBag each, joined by tc.EmbeddingBags
          tiers, cat        the same, joined by torch.cat
+         nn bags           26 tables of tc.Tiers, a tc.nn.EmbeddingBag each, called with ids and offsets of its own as
+                           in examples/port_dlrm.py, joined by torch.cat; without tc.prefetch
          separate          26 tc.Tables, a tc.EmbeddingBag each, as before tc.Tiers
          collection, one   EmbeddingBagCollection of one table with 26 features
          collection        EmbeddingBagCollection of 26 tables
@@ -37,8 +39,11 @@ from typing import Any
 import numpy as np
 from common import Claim, console, environment, print_claims, spread, write_json
 
-SIDES = ["one table", "tiers", "tiers, cat", "separate", "collection, one", "collection"]
-BASE = {"tiers": "one table", "tiers, cat": "one table", "separate": "one table", "collection": "collection, one"}
+SIDES = ["one table", "tiers", "tiers, cat", "nn bags", "separate", "collection, one", "collection"]
+BASE = {
+    **dict.fromkeys(["tiers", "tiers, cat", "nn bags", "separate"], "one table"),
+    "collection": "collection, one",
+}
 TARGET = 1.2
 DISTINCT = 16
 """Batches that are generated, and trained in turn."""
@@ -119,6 +124,8 @@ def _make_step(options: argparse.Namespace, ids: list[np.ndarray[Any, Any]], con
     optimizer = tc.Adagrad(lr=0.1)
     if options.side.startswith("collection"):
         return _collection_step(options, ids, constant, names, budgets, optimizer)
+    if options.side == "nn bags":
+        return _nn_step(options, ids, constant, names, budgets, optimizer)
     offsets = np.arange(options.batch * options.tables + 1)
     shift = (np.arange(options.tables) << 32) if options.side == "one table" else 0
     batches = [tc.Batch((batch | shift).reshape(-1), offsets, options.tables, names=names) for batch in ids]
@@ -152,6 +159,34 @@ def _make_step(options: argparse.Namespace, ids: list[np.ndarray[Any, Any]], con
             joined = vectors[0] if len(vectors) == 1 else torch.cat(vectors, 1)
         (joined * constant).sum().backward()
         apply()
+
+    return step
+
+
+def _nn_step(
+    options: argparse.Namespace,
+    ids: list[np.ndarray[Any, Any]],
+    constant: Any,
+    names: list[str],
+    budgets: dict[str, Any],
+    optimizer: Any,
+) -> Callable[[], None]:
+    import torch
+
+    import thermocline as tc
+
+    tiers = tc.Tiers(**budgets)
+    bags = [tc.nn.EmbeddingBag(tiers.table(name, options.dim, optimizer), mode="sum") for name in names]
+    _fill(options, list(tiers.tables.values()), 0)
+    rows = tc.RowOptimizer(tiers)
+    offsets = torch.arange(options.batch)
+    data = itertools.cycle([list(torch.from_numpy(np.ascontiguousarray(batch.T))) for batch in ids])
+
+    def step() -> None:
+        vectors = [bag(values, offsets) for bag, values in zip(bags, next(data), strict=True)]
+        rows.zero_grad()
+        (torch.cat(vectors, 1) * constant).sum().backward()
+        rows.step()
 
     return step
 
