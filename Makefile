@@ -23,7 +23,7 @@ FUZZ_STORE_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/ssd/*.cc csrc/util/*
 
 .PHONY: cpp-tests asan-tests tsan-tests demo demo-online reproduce test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize \
   test-tsan test-asan test-long-part soak fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 redis-server setup browser docs notebooks \
-  wheels
+  wheels wheel-trial
 
 demo: build-inplace
 	$(PYTHON) examples/demo.py
@@ -188,6 +188,10 @@ bench: build-inplace
 # sdist and wheels in dist/, tested in new environments; minutes, and downloads of build tools.
 wheels:
 	python3 tools/wheels.py $(ARGS)
+
+# The wheels of dist/ as a new user uses them, with torch: README, ports of examples/, an own CSV file; minutes.
+wheel-trial:
+	python3 tools/wheel_trial.py $(ARGS)
 
 # For a machine without this repository: benchmarks record this commit. Git ignores benchmarks/COMMIT: copy it, too.
 commit-file: setup

@@ -11,6 +11,8 @@ Method   Each side is a process of its own, which trains a number of steps when 
 Sides    one table         tc.Table, tc.EmbeddingBag with 26 fields
          tiers             26 tables of tc.Tiers, a tc.EmbeddingBag each, joined by tc.EmbeddingBags
          tiers, cat        the same, joined by torch.cat
+         nn bags           26 tables of tc.Tiers, a tc.nn.EmbeddingBag each, called with ids and offsets of its own as
+                           in examples/port_dlrm.py, joined by torch.cat; without tc.prefetch
          separate          26 tc.Tables, a tc.EmbeddingBag each, as before tc.Tiers
          collection, one   EmbeddingBagCollection of one table with 26 features
          collection        EmbeddingBagCollection of 26 tables
@@ -32,13 +34,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from common import Claim, console, environment, print_claims, spread, write_json
 
-SIDES = ["one table", "tiers", "tiers, cat", "separate", "collection, one", "collection"]
-BASE = {"tiers": "one table", "tiers, cat": "one table", "separate": "one table", "collection": "collection, one"}
+SIDES = ["one table", "tiers", "tiers, cat", "nn bags", "separate", "collection, one", "collection"]
+BASE = {
+    **dict.fromkeys(["tiers", "tiers, cat", "nn bags", "separate"], "one table"),
+    "collection": "collection, one",
+}
 TARGET = 1.2
 DISTINCT = 16
 """Batches that are generated, and trained in turn."""
@@ -109,6 +114,17 @@ def _run_side(options: argparse.Namespace) -> None:
         print(json.dumps(used), flush=True)
 
 
+class _Work(NamedTuple):
+    """What a side is made from."""
+
+    options: argparse.Namespace
+    ids: list[np.ndarray[Any, Any]]
+    constant: Any
+    names: list[str]
+    budgets: dict[str, Any]
+    optimizer: Any
+
+
 def _make_step(options: argparse.Namespace, ids: list[np.ndarray[Any, Any]], constant: Any) -> Callable[[], None]:
     import torch
 
@@ -118,7 +134,9 @@ def _make_step(options: argparse.Namespace, ids: list[np.ndarray[Any, Any]], con
     budgets: dict[str, Any] = {"mem": options.mem, **({"hbm": options.hbm} if options.device == "cuda" else {})}
     optimizer = tc.Adagrad(lr=0.1)
     if options.side.startswith("collection"):
-        return _collection_step(options, ids, constant, names, budgets, optimizer)
+        return _collection_step(_Work(options, ids, constant, names, budgets, optimizer))
+    if options.side == "nn bags":
+        return _nn_step(_Work(options, ids, constant, names, budgets, optimizer))
     offsets = np.arange(options.batch * options.tables + 1)
     shift = (np.arange(options.tables) << 32) if options.side == "one table" else 0
     batches = [tc.Batch((batch | shift).reshape(-1), offsets, options.tables, names=names) for batch in ids]
@@ -156,6 +174,28 @@ def _make_step(options: argparse.Namespace, ids: list[np.ndarray[Any, Any]], con
     return step
 
 
+def _nn_step(work: _Work) -> Callable[[], None]:
+    import torch
+
+    import thermocline as tc
+
+    options = work.options
+    tiers = tc.Tiers(**work.budgets)
+    bags = [tc.nn.EmbeddingBag(tiers.table(name, options.dim, work.optimizer), mode="sum") for name in work.names]
+    _fill(options, list(tiers.tables.values()), 0)
+    rows = tc.RowOptimizer(tiers)
+    offsets = torch.arange(options.batch)
+    data = itertools.cycle([list(torch.from_numpy(np.ascontiguousarray(batch.T))) for batch in work.ids])
+
+    def step() -> None:
+        vectors = [bag(values, offsets) for bag, values in zip(bags, next(data), strict=True)]
+        rows.zero_grad()
+        (torch.cat(vectors, 1) * work.constant).sum().backward()
+        rows.step()
+
+    return step
+
+
 def _step_all(tables: list[Any]) -> None:
     for table in tables:
         table.step()
@@ -170,33 +210,30 @@ def _fill(options: argparse.Namespace, tables: list[Any], shift: Any) -> None:
             table.load_rows(keys, rows)
 
 
-def _collection_step(
-    options: argparse.Namespace,
-    ids: list[np.ndarray[Any, Any]],
-    constant: Any,
-    names: list[str],
-    budgets: dict[str, Any],
-    optimizer: Any,
-) -> Callable[[], None]:
+def _collection_step(work: _Work) -> Callable[[], None]:
     import torch
 
     from thermocline.torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, prefetch
 
+    options = work.options
     one = options.side.endswith("one")
     shift = (np.arange(options.tables) << 32) if one else 0
     lengths = torch.ones(options.batch * options.tables, dtype=torch.int64)
-    data = [KeyedJaggedTensor(names, torch.from_numpy((batch | shift).T.reshape(-1)), lengths=lengths) for batch in ids]
+    data = [
+        KeyedJaggedTensor(work.names, torch.from_numpy((batch | shift).T.reshape(-1)), lengths=lengths)
+        for batch in work.ids
+    ]
     rows = options.rows
-    configs = [EmbeddingBagConfig(rows * options.tables, options.dim, "all", feature_names=names)]
+    configs = [EmbeddingBagConfig(rows * options.tables, options.dim, "all", feature_names=work.names)]
     if not one:
-        configs = [EmbeddingBagConfig(rows, options.dim, name) for name in names]
-    collection = EmbeddingBagCollection(configs, device=options.device, optimizer=optimizer, **budgets)
+        configs = [EmbeddingBagConfig(rows, options.dim, name) for name in work.names]
+    collection = EmbeddingBagCollection(configs, device=options.device, optimizer=work.optimizer, **work.budgets)
     _fill(options, list(collection.tables.values()), shift)
-    fresh = (KeyedJaggedTensor(names, kjt.values(), lengths=lengths) for kjt in itertools.cycle(data))
+    fresh = (KeyedJaggedTensor(work.names, kjt.values(), lengths=lengths) for kjt in itertools.cycle(data))
     ready = prefetch(fresh, collection)
 
     def step() -> None:
-        (collection(next(ready)).values() * constant).sum().backward()
+        (collection(next(ready)).values() * work.constant).sum().backward()
 
     return step
 

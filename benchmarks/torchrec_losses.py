@@ -1,6 +1,6 @@
 """Trains the same models on TorchRec and on thermocline.torchrec, and compares the losses of every step.
 
-    python benchmarks/torchrec_losses.py [--steps 50]
+    python benchmarks/torchrec_losses.py [--steps 50] [--json FILE]
 
 Needs torchrec 1.8.0 in the environment (docs/benchmarks/torchrec.md has the commands). Without it, `--reference torch`
 compares with nn.EmbeddingBag and nn.Embedding of torch, one per table.
@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -248,14 +249,25 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     installed = importlib.util.find_spec("torchrec") is not None
     parser.add_argument("--reference", choices=["torchrec", "torch"], default="torchrec" if installed else "torch")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    results: dict[str, dict[str, float]] = {}
     print(f"reference {options.reference}, {options.steps} steps: largest difference of the losses of one step")
     print(f"| case | {' | '.join(OPTIMIZERS)} |")
     print("|---|" + "---|" * len(OPTIMIZERS))
     for case in CASES:
-        found = [largest_difference(case, name, options.reference, options.steps) for name in OPTIMIZERS]
-        print(f"| {case.name} | {' | '.join(f'{value:.1e}' for value in found)} |", flush=True)
+        found = {name: largest_difference(case, name, options.reference, options.steps) for name in OPTIMIZERS}
+        print(f"| {case.name} | {' | '.join(f'{value:.1e}' for value in found.values())} |", flush=True)
+        results[case.name] = found
+    if options.json is not None:
+        from common import Claim, environment, write_json  # in the folder of the script
+
+        largest = {name: max(found[name] for found in results.values()) for name in OPTIMIZERS}
+        claims = [Claim(f"losses, {name}", largest[name], BOUNDS[name], "", at_most=True) for name in OPTIMIZERS]
+        packages = ["torch", "torchrec", "fbgemm-gpu-cpu"]
+        sizes = {"steps": options.steps, "reference": options.reference, "cases": len(CASES)}
+        write_json(options.json, {"environment": environment(packages), "sizes": sizes, "results": results}, claims)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -16,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import thermocline as tc
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -87,6 +90,45 @@ def test_digest_is_the_same_with_every_instruction_set(wheels: ModuleType) -> No
     digests = {digest_of_source(isa) for isa in wheels.ISAS}
     assert len(digests) == 1
     assert len(digests.pop()) == 64
+
+
+@pytest.fixture
+def trial(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    module = importlib.import_module("wheel_trial")
+    monkeypatch.delitem(sys.modules, "wheel_trial")
+    monkeypatch.delitem(sys.modules, "wheels")
+    return module
+
+
+def test_trial_runs_every_command_of_the_readme(trial: ModuleType, tmp_path: Path) -> None:
+    assert [command[1] for command in trial.readme_commands()] == ["train", "eval", "predict", "watch"]
+    trial.readme_files(tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["ads.toml", "day_1.csv.gz", "day_2.csv.gz", "last.csv", "new.csv"]
+    assert "tc.Checkpoints" in trial.readme_block("python", "tc.prefetch")
+
+
+def test_trial_reads_its_own_csv_file(trial: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trial.messy_file(tmp_path / "messy.csv")
+    text = (tmp_path / "messy.csv").read_bytes()
+    assert b'"two\nlines"' in text
+    assert b'"the ""best"" offer"' in text
+    data = tc.Config.parse(trial.MESSY).data
+    reader = tc.Reader(data.train, data, batch_size=512)
+    assert sum(batch.examples for batch in reader) == trial.EXAMPLES
+
+
+def test_trial_ends_at_the_first_failure(trial: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = trial.Trial(Path(sys.executable), tmp_path)
+    name = Path(sys.executable).name
+    steps.step("works", name, "-c", "print('AUC 0.7')", wanted=r"AUC 0\.\d")
+    assert re.fullmatch(r" 1 works: \d+ s, AUC 0\.7\n", capsys.readouterr().out)
+    with pytest.raises(SystemExit, match="the output does not have 'AUC'"):
+        steps.step("prints nothing", name, "-c", "", wanted="AUC")
+    with pytest.raises(SystemExit, match="this command failed with 3"):
+        steps.step("fails", name, "-c", "raise SystemExit(3)")
 
 
 @pytest.mark.long

@@ -117,7 +117,8 @@ struct Gradients {
 
 TEST(Codec, TrainingEqualsDecodeTrainEncode) {
   for (const Precision& precision : all_precisions()) {
-    for (Optimizer optimizer : {Optimizer::kSgd, Optimizer::kRowWiseAdagrad, Optimizer::kAdam}) {
+    for (Optimizer optimizer :
+         {Optimizer::kSgd, Optimizer::kRowWiseAdagrad, Optimizer::kAdam, Optimizer::kPartialRowWiseAdam}) {
       const uint32_t dim = precision.bits % 2 ? 9 : 8;
       const Setup s(dim, precision, optimizer);
       const Gradients g(dim);

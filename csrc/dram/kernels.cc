@@ -212,7 +212,7 @@ Step make_step(const Hyper& h, uint64_t t, double grad_scale) {
   s.weight_decay = static_cast<float>(h.weight_decay);
   s.grad_scale = static_cast<float>(grad_scale);
   s.number = t;
-  if (h.optimizer == Optimizer::kAdam) {
+  if (has_moments(h.optimizer)) {
     s.one_minus_beta1 = static_cast<float>(1.0 - h.beta1);
     s.beta2 = static_cast<float>(h.beta2);
     s.one_minus_beta2 = static_cast<float>(1.0 - h.beta2);

@@ -16,6 +16,7 @@
 //             Adam             m = m + (g - m) * (1 - beta1);  v = v * beta2 + ((1 - beta2) * g) * g
 //                              w = w - (step_size * m) / (sqrt(v) / sqrt_bias2 + eps)
 //                              step_size = lr / (1 - beta1^t), sqrt_bias2 = sqrt(1 - beta2^t), t the global step
+//             partial row-wise Adam   v = v * beta2 + mean(g * g) * (1 - beta2);  m and w as Adam
 //           sum(x): lane j of 16 adds x[j], x[j + 16], ... in that order, with zeros for missing elements; then
 //           lanes j and j + 8 are added, j and j + 4, j and j + 2, j and j + 1. mean(x) is sum(x) / dim.
 //   catch_up  Rows that store their last step, L, are brought to step `target`: for each step n of L + 1 .. target in
@@ -69,7 +70,7 @@ struct WeightGradientArgs {
 struct Step {
   Optimizer optimizer;
   float lr, eps, weight_decay, grad_scale;
-  float one_minus_beta1, beta2, one_minus_beta2, step_size, sqrt_bias2;  // Adam
+  float one_minus_beta1, beta2, one_minus_beta2, step_size, sqrt_bias2;  // both Adams
   uint64_t number;  // t, part of the random stream of stochastic rounding
 };
 
@@ -84,8 +85,8 @@ Step make_step(const Hyper& hyper, uint64_t t, double grad_scale);
 // The steps that rows missed. Step n has the rates at index n % limit.
 struct MissedSteps {
   Step step;            // constants that all steps share
-  const float* rates;   // [limit]: step_size of Adam, else lr
-  const float* biases;  // [limit]: sqrt_bias2 of Adam
+  const float* rates;   // [limit]: step_size of both Adams, else lr
+  const float* biases;  // [limit]: sqrt_bias2 of both Adams
   uint32_t limit, target;
   uint32_t stamp;  // stored as the last step of rows that are older: `target`, or the step that is applied next
 };

@@ -105,6 +105,8 @@ void any_update(const Rows& rows, const uint32_t* slots, const SegmentArgs& s, c
       return update_with<Optimizer::kRowWiseAdagrad>(rows, slots, s, step, begin, end, hot, scratch);
     case Optimizer::kAdam:
       return update_with<Optimizer::kAdam>(rows, slots, s, step, begin, end, hot, scratch);
+    case Optimizer::kPartialRowWiseAdam:
+      return update_with<Optimizer::kPartialRowWiseAdam>(rows, slots, s, step, begin, end, hot, scratch);
   }
 }
 
@@ -119,6 +121,8 @@ void any_apply(const Rows& rows, const uint32_t* slots, const float* sums, const
       return apply_with<Optimizer::kRowWiseAdagrad>(rows, slots, sums, step, begin, end, scratch);
     case Optimizer::kAdam:
       return apply_with<Optimizer::kAdam>(rows, slots, sums, step, begin, end, scratch);
+    case Optimizer::kPartialRowWiseAdam:
+      return apply_with<Optimizer::kPartialRowWiseAdam>(rows, slots, sums, step, begin, end, scratch);
   }
 }
 
@@ -133,6 +137,8 @@ void any_catch_up(const Rows& rows, const uint32_t* slots, const MissedSteps& mi
       return catch_up_with<Optimizer::kRowWiseAdagrad>(rows, slots, missed, begin, end, scratch);
     case Optimizer::kAdam:
       return catch_up_with<Optimizer::kAdam>(rows, slots, missed, begin, end, scratch);
+    case Optimizer::kPartialRowWiseAdam:
+      return catch_up_with<Optimizer::kPartialRowWiseAdam>(rows, slots, missed, begin, end, scratch);
   }
 }
 

@@ -60,6 +60,17 @@ TC_INLINE void apply_row(float* row, uint32_t dim, Sum<D>& g, const Step& s) {
       using T = decltype(zero);
       store(row + i, T(load<T>(row + i) - g.template get<T>(i) * rate));
     });
+  } else if constexpr (O == Optimizer::kPartialRowWiseAdam) {
+    const float v = row[2 * dim] * s.beta2 + mean_of_squares<D>(dim, g) * s.one_minus_beta2;
+    row[2 * dim] = v;
+    const float denominator = square_root(v) / s.sqrt_bias2 + s.eps;
+    for_elements<D>(dim, [&](auto zero, uint32_t i) __attribute__((always_inline)) {
+      using T = decltype(zero);
+      const T m0 = load<T>(row + dim + i);
+      const T m = m0 + (g.template get<T>(i) - m0) * s.one_minus_beta1;
+      store(row + dim + i, m);
+      store(row + i, T(load<T>(row + i) - (m * s.step_size) / denominator));
+    });
   } else {
     for_elements<D>(dim, [&](auto zero, uint32_t i) __attribute__((always_inline)) {
       using T = decltype(zero);
@@ -107,6 +118,8 @@ TC_INLINE size_t last_step_index(uint32_t dim) {
       return size_t{dim} + 1;
     case Optimizer::kAdam:
       return size_t{3} * dim;
+    case Optimizer::kPartialRowWiseAdam:
+      return size_t{2} * dim + 1;
   }
 }
 
@@ -115,7 +128,7 @@ void catch_up(const Rows& rows, const uint32_t* slots, const MissedSteps& missed
               float* scratch) {
   const uint32_t dim = D ? D : rows.dim;
   // Without L2 and momentum a step without a gradient changes nothing.
-  const bool changes = O == Optimizer::kAdam || missed.step.weight_decay != 0;
+  const bool changes = has_moments(O) || missed.step.weight_decay != 0;
   Step s = missed.step;
   for (size_t u = begin; u < end; ++u) {
     if (slots && u + kAheadKeys < end) prefetch<D>(rows.base + slots[u + kAheadKeys] * rows.stride, rows.stride);

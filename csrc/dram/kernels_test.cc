@@ -66,7 +66,7 @@ std::vector<float> plain_sum(const Batch& b, uint32_t dim, size_t u, bool weight
 
 const std::vector<uint32_t> kDims{1, 3, 4, 7, 8, 10, 15, 16, 17, 32, 33, 64, 100, 128, 200};
 const std::vector<Optimizer> kOptimizers{Optimizer::kSgd, Optimizer::kAdagrad, Optimizer::kRowWiseAdagrad,
-                                         Optimizer::kAdam};
+                                         Optimizer::kAdam, Optimizer::kPartialRowWiseAdam};
 
 TEST(Kernels, SumsKeepTheOrderOnEveryInstructionSet) {
   for (uint32_t dim : kDims) {
@@ -148,7 +148,7 @@ TEST(Kernels, CatchingUpAppliesTheMissedSteps) {
       const auto step_of = [&](uint32_t n) { return make_step({optimizer, 0.01 * n, 1e-8, 0.02, 0.9, 0.999}, n, 1.0); };
       for (uint32_t n = kTarget - kLimit + 1; n <= kTarget; ++n) {
         const Step step = step_of(n);
-        rates[n % kLimit] = optimizer == Optimizer::kAdam ? step.step_size : step.lr;
+        rates[n % kLimit] = has_moments(optimizer) ? step.step_size : step.lr;
         biases[n % kLimit] = step.sqrt_bias2;
       }
       const auto rows_of = [&](std::vector<float>& x) {

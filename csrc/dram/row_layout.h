@@ -9,11 +9,17 @@
 namespace thermocline {
 
 enum class Optimizer : uint8_t {
-  kSgd = 0,             // no state
-  kAdagrad = 1,         // dim sums of squares
-  kRowWiseAdagrad = 2,  // one sum of mean squares
-  kAdam = 3,            // dim first moments, dim second moments
+  kSgd = 0,                 // no state
+  kAdagrad = 1,             // dim sums of squares
+  kRowWiseAdagrad = 2,      // one sum of mean squares
+  kAdam = 3,                // dim first moments, dim second moments
+  kPartialRowWiseAdam = 4,  // dim first moments, one second moment
 };
+
+// Optimizers whose step has bias corrections, and which change rows without a gradient.
+constexpr bool has_moments(Optimizer optimizer) {
+  return optimizer == Optimizer::kAdam || optimizer == Optimizer::kPartialRowWiseAdam;
+}
 
 enum class WeightKind : uint8_t { kFp32 = 0, kFp16 = 1, kBf16 = 2, kInt = 3 };
 
@@ -61,6 +67,8 @@ struct RowLayout {
         return 1;
       case Optimizer::kAdam:
         return size_t{2} * dim;
+      case Optimizer::kPartialRowWiseAdam:
+        return size_t{dim} + 1;
     }
     return 0;
   }

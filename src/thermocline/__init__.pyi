@@ -30,7 +30,13 @@ from .embedding.bag import EmbeddingBag as EmbeddingBag
 from .embedding.bags_side_by_side import EmbeddingBags as EmbeddingBags
 from .embedding.expiry import Expiry as Expiry
 from .embedding.initializers import Constant as Constant, Normal as Normal, Uniform as Uniform
-from .embedding.optimizers import SGD as SGD, Adagrad as Adagrad, Adam as Adam, RowWiseAdagrad as RowWiseAdagrad
+from .embedding.optimizers import (
+    SGD as SGD,
+    Adagrad as Adagrad,
+    Adam as Adam,
+    PartialRowWiseAdam as PartialRowWiseAdam,
+    RowWiseAdagrad as RowWiseAdagrad,
+)
 from .embedding.precision import Precision as Precision
 from .embedding.reference import ReferenceTable as ReferenceTable
 from .embedding.row_optimizer import RowOptimizer as RowOptimizer

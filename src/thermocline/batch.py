@@ -22,6 +22,10 @@ _handles = itertools.count(1)
 _by_handle: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
 
 
+_FEW_IDS = 8192
+"""Waking another thread takes longer than the work on so few ids: less than 0.1 ms."""
+
+
 @functools.cache
 def _dedup(threads: int) -> core.Dedup:
     """Return the shared Dedup for a number of threads: it reuses its scratch memory between batches."""
@@ -44,7 +48,8 @@ class WorkingSet:
     @classmethod
     def of(cls, ids: Any, *, threads: int | None = None) -> Self:
         """Deduplicate `ids` (uint64, or int64 bit patterns). The result does not depend on `threads`."""
-        return cls(*_dedup(threads or cores()).run(as_keys(ids)))
+        keys = as_keys(ids)
+        return cls(*_dedup(1 if len(keys) <= _FEW_IDS else threads or cores()).run(keys))
 
     def __len__(self) -> int:
         return len(self.keys)

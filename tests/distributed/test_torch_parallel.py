@@ -14,6 +14,7 @@ from helpers.ranks import run_ranks
 from helpers.train import Net, all_keys, bits, loss_of, make_batches
 
 import thermocline as tc
+import thermocline.torchrec as tr
 from thermocline.distributed.communicator import Groups
 
 STEPS = 6
@@ -128,6 +129,57 @@ def test_local_table_over_ranks_is_refused() -> None:
         assert "per_rank=True" in message
         assert steps == [1, 0]
     assert run_ranks(ONE_RANK, train_local) == [[1, 0]]
+
+
+class Collection(torch.nn.Module):
+    """A collection of `thermocline.torchrec` and a dense layer."""
+
+    def __init__(self, kind: type[Any], **options: Any) -> None:
+        super().__init__()
+        config = (
+            tr.EmbeddingBagConfig(50, 4, "t") if kind is tr.EmbeddingBagCollection else tr.EmbeddingConfig(50, 4, "t")
+        )
+        self.rows = kind([config], optimizer=tc.SGD(lr=0.1), mem="1MB", **options)
+        self.dense = torch.nn.Linear(4, 1)
+
+    def forward(self, ids: tr.KeyedJaggedTensor) -> torch.Tensor:
+        out = self.rows(ids)
+        result: torch.Tensor = self.dense((out if isinstance(out, tr.KeyedTensor) else out["t"]).values()).sum()
+        return result
+
+
+def train_collections(groups: Groups) -> list[tuple[list[str], int]]:
+    """Train collections under DDP, without and with opt-out. Returns the refusals of each and its steps."""
+    results = []
+    ids = tr.KeyedJaggedTensor(["t"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    for kind in (tr.EmbeddingBagCollection, tr.EmbeddingCollection):
+        for options in ({}, {"table_options": {"per_rank": True}}):
+            model = Collection(kind, **options)
+            # The parameters that stand for rows have no gradients.
+            ddp = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+            refused = []
+            for _ in range(2):
+                try:
+                    ddp(ids).backward()
+                except RuntimeError as error:
+                    refused.append(str(error))
+            results.append((refused, model.rows.tables["t"].step_count))
+            ddp.eval()
+            with torch.no_grad():
+                ddp(ids)  # reading is allowed
+    return results
+
+
+def test_local_collections_over_ranks_are_refused() -> None:
+    for result in run_ranks(PAIR, train_collections):
+        for refused, steps in result[::2]:
+            assert ["table 't' is trained by 2 ranks of torch.distributed" in message for message in refused] == [
+                True
+            ] * 2
+            assert 'tc.Tiers(table_options={"per_rank": True})' in refused[0]
+            assert steps == 0
+        assert result[1::2] == [([], 2)] * 2
+    assert run_ranks(ONE_RANK, train_collections) == [[([], 2)] * 4]
 
 
 Saved = tuple[bytes, list[bytes], int]

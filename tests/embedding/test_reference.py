@@ -108,6 +108,18 @@ def test_rowwise_adagrad_formula() -> None:
     np.testing.assert_allclose(table.read([1])[0], [*w, s], rtol=1e-6)
 
 
+def test_partial_row_wise_adam_formula() -> None:
+    """The update of FBGEMM's PARTIAL_ROWWISE_ADAM, in double precision."""
+    table = tc.ReferenceTable(3, tc.PartialRowWiseAdam(lr=0.1, beta1=0.8, beta2=0.9, eps=0.01))
+    w, m, v = table.read([1])[0, :3].astype(np.float64), np.zeros(3), 0.0
+    for step, grad in enumerate(([1.0, 2.0, 3.0], [0.5, 0.0, -1.0], [-2.0, 0.25, 0.0]), 1):
+        table.update([1], np.array([grad], np.float32), None, "none", step=step)
+        m = 0.8 * m + 0.2 * np.array(grad)
+        v = 0.9 * v + 0.1 * sum(g * g for g in grad) / 3
+        w -= 0.1 * (m / (1 - 0.8**step)) / (math.sqrt(v / (1 - 0.9**step)) + 0.01)
+    np.testing.assert_allclose(table.read([1])[0], [*w, *m, v], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("make", "field"),
     [

@@ -174,7 +174,7 @@ def test_gradient_norm_changes_nothing(optimizer: Any) -> None:
     tables[0].dram.check()
 
 
-@pytest.mark.parametrize("kind", [tc.SGD, tc.Adagrad, tc.RowWiseAdagrad, tc.Adam])
+@pytest.mark.parametrize("kind", [tc.SGD, tc.Adagrad, tc.RowWiseAdagrad, tc.Adam, tc.PartialRowWiseAdam])
 def test_weight_decay_is_l2_on_touched_rows(kind: Any) -> None:
     batches = make_batches(6, keys=60)
     table = tc.Table(4, kind(lr=0.05, weight_decay=0.3), mem="1MB")
@@ -387,7 +387,7 @@ def test_commit_without_ssd_is_an_error() -> None:
     [
         *(({name: value}, "a whole number") for name in ("dim", "seed", "threads") for value in ("16", 16.0, True)),
         *(
-            ({"optimizer": value}, "SGD, Adagrad, RowWiseAdagrad or Adam, such as Adagrad")
+            ({"optimizer": value}, "SGD, Adagrad, RowWiseAdagrad, Adam or PartialRowWiseAdam, such as Adagrad")
             for value in ("adagrad", None)
         ),
         ({"initial": 3}, "Uniform, Normal or Constant"),

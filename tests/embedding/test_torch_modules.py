@@ -233,3 +233,29 @@ def test_a_negative_padding_index_counts_from_the_end_as_in_torch(index: int) ->
     assert (rows == 0).all(-1).tolist() == (ids == index % 5).tolist()
     with pytest.raises(ValueError, match="padding_idx is 5: it must be -5 to 4"):
         tc.nn.Embedding(table, padding_idx=5, num_embeddings=5)
+
+
+def test_modules_of_one_budget_have_the_bits_of_separate_tables() -> None:
+    """A step combines their gradients without a search; a module that is used twice needs one."""
+    names, optimizer = [f"t{i}" for i in range(20)], tc.Adagrad(lr=0.5)
+    tiers = tc.Tiers(mem="4MB")
+    shared = [tiers.table(name, DIM, optimizer) for name in names]
+    separate = [tc.Table(DIM, optimizer, mem="1MB", name=name) for name in names]
+    random = torch.Generator().manual_seed(0)
+    for step in range(4):
+        ids = [torch.randint(0, ROWS, (10,), generator=random) for _ in names]
+        weights = torch.rand(10, generator=random)
+        for tables, apply in ((shared, tiers.step), (separate, lambda: [table.step() for table in separate])):
+            modules = [tc.nn.EmbeddingBag(table, mode="sum" if i % 2 else "mean") for i, table in enumerate(tables)]
+            outputs = [module(own, OFFSETS) for module, own in zip(modules, ids, strict=True)]
+            if step == 1:
+                outputs.append(modules[1](ids[0], OFFSETS, weights))
+            elif step == 2:
+                outputs[3] = modules[3](ids[3], OFFSETS, weights)
+            elif step == 3:
+                outputs = outputs[5:]
+            torch.cat(outputs, 1).square().sum().backward()
+            apply()
+    for ours, theirs in zip(shared, separate, strict=True):
+        np.testing.assert_array_equal(ours.read(np.arange(ROWS)), theirs.read(np.arange(ROWS)))
+    assert not np.array_equal(shared[0].read([1]), shared[1].read([1]))

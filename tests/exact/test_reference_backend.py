@@ -23,6 +23,7 @@ OPTIMIZERS = {
     "adagrad": tc.Adagrad(lr=0.2),
     "rowwise": tc.RowWiseAdagrad(lr=0.2),
     "adam": tc.Adam(lr=0.02, weight_decay=1e-4),
+    "partial": tc.PartialRowWiseAdam(lr=0.02),
     "catch_up": tc.Adam(lr=0.02, weight_decay=1e-2, lazy="catch_up", catch_up_steps=5),
 }
 ADS: dict[str, Any] = {"keys": 400, "fields": 3, "batch_size": 16, "examples": 16 * 12, "seed": 5}

@@ -28,12 +28,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adagrad": tc.Adagrad(lr=0.05),
     "rowwise": tc.RowWiseAdagrad(lr=0.05),
     "adam": tc.Adam(lr=0.01),
+    "partial": tc.PartialRowWiseAdam(lr=0.01),
 }
 
 CATCH_UP: dict[str, Optimizer] = {
     "sgd+catch_up": tc.SGD(lr=0.1, weight_decay=0.02, lazy="catch_up"),
     "adagrad+catch_up": tc.Adagrad(lr=0.05, weight_decay=0.02, initial_accumulator=0.1, lazy="catch_up"),
     "rowwise+catch_up": tc.RowWiseAdagrad(lr=0.05, weight_decay=0.02, lazy="catch_up"),
+    "partial+catch_up": tc.PartialRowWiseAdam(lr=0.01, weight_decay=0.02, lazy="catch_up"),
     "adam+catch_up": tc.Adam(lr=0.01, weight_decay=0.02, lazy="catch_up", catch_up_steps=20),
 }
 """Optimizers whose rows replay missed steps; the last one replays fewer than rows of the tests miss."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.kernels import floats, same_bits
 
-from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
 from thermocline.embedding.step_rates import StepRates
 from thermocline.kernels.catch_up import catch_up_reference, catch_up_rows
 from thermocline.kernels.optimizer_rules import OptimizerStep
@@ -19,6 +19,7 @@ OPTIMIZERS: list[Optimizer] = [
     RowWiseAdagrad(weight_decay=0.1, lazy="catch_up", catch_up_steps=LIMIT),
     Adam(weight_decay=0.1, lazy="catch_up", catch_up_steps=LIMIT),
     Adam(lazy="catch_up", catch_up_steps=LIMIT),
+    PartialRowWiseAdam(lazy="catch_up", catch_up_steps=LIMIT),
 ]
 
 
@@ -36,7 +37,7 @@ def random_rows(count: int, optimizer: Optimizer, dim: int, device: str) -> torc
     return rows
 
 
-@pytest.mark.parametrize(("dim", "optimizer"), [*zip([3, 16, 19, 40, 1], OPTIMIZERS, strict=True)], ids=str)
+@pytest.mark.parametrize(("dim", "optimizer"), [*zip([3, 16, 19, 40, 1, 19], OPTIMIZERS, strict=True)], ids=str)
 def test_rows_have_the_bits_of_the_missed_steps(dim: int, optimizer: Optimizer, device: str) -> None:
     rates, steps = rates_of(optimizer)
     ring = torch.from_numpy(rates.ring).to(device)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.kernels import same_bits
 
-from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
 from thermocline.embedding.reference import Pooling, ReferenceTable
 from thermocline.kernels.gradient_index import index_gradients
 from thermocline.kernels.optimizer_rules import OptimizerStep
@@ -19,7 +19,13 @@ from thermocline.kernels.update import update_rows
 @pytest.mark.parametrize("pooling", ["none", "sum", "mean"])
 @pytest.mark.parametrize(
     "optimizer",
-    [SGD(lr=0.1), Adagrad(lr=0.1, initial_accumulator=0.1), RowWiseAdagrad(lr=0.1), Adam(lr=0.01, weight_decay=0.01)],
+    [
+        SGD(lr=0.1),
+        Adagrad(lr=0.1, initial_accumulator=0.1),
+        RowWiseAdagrad(lr=0.1),
+        Adam(lr=0.01, weight_decay=0.01),
+        PartialRowWiseAdam(lr=0.01, weight_decay=0.01),
+    ],
     ids=lambda o: type(o).__name__,
 )
 @pytest.mark.parametrize(("keys", "cold"), [(30, 60), pytest.param(6000, 15000, marks=pytest.mark.gpu)])

@@ -19,7 +19,7 @@ from helpers.kernels import (
 )
 from hypothesis import given, settings, strategies as st
 
-from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
 from thermocline.embedding.precision import Precision
 from thermocline.kernels import INTERPRETED
 from thermocline.kernels.codec import Codec
@@ -35,7 +35,13 @@ from thermocline.kernels.update import (
 )
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-OPTIMIZERS: list[Optimizer] = [SGD(lr=0.1), Adagrad(lr=0.1), RowWiseAdagrad(lr=0.1), Adam(lr=0.01)]
+OPTIMIZERS: list[Optimizer] = [
+    SGD(lr=0.1),
+    Adagrad(lr=0.1),
+    RowWiseAdagrad(lr=0.1),
+    Adam(lr=0.01),
+    PartialRowWiseAdam(lr=0.01),
+]
 DIMS = [1, 3, 16, 19, 64, 128, 130]
 
 
@@ -107,6 +113,7 @@ def test_poolings(optimizer: Optimizer, pooling: str, weighted: bool, device: st
         Adagrad(weight_decay=0.1, eps=0.0, initial_accumulator=0.2),
         RowWiseAdagrad(weight_decay=0.1),
         Adam(weight_decay=0.1, beta1=0.0, beta2=0.5),
+        PartialRowWiseAdam(weight_decay=0.1, beta1=0.0, beta2=0.5),
     ],
     ids=lambda o: type(o).__name__,
 )

@@ -20,7 +20,6 @@ from helpers.ssd import SMALL
 
 import thermocline as tc
 from thermocline.torchrec import (
-    DataType,
     EmbeddingBagCollection,
     EmbeddingCollection,
     EmbeddingConfig,
@@ -237,6 +236,13 @@ def test_dense_parameters_get_the_optimizer_of_torch() -> None:
     assert torch.equal(layer.weight, before - 1)
 
 
+class PartialRowWiseAdam(torch.optim.Optimizer):
+    """TorchRec's class of this name has no defaults and no step."""
+
+    def __init__(self, params: Any, **kwargs: Any) -> None:
+        super().__init__(params, kwargs)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "wanted"),
     [
@@ -249,10 +255,23 @@ def test_dense_parameters_get_the_optimizer_of_torch() -> None:
             tc.Adam(lr=0.1, beta1=0.8, beta2=0.9, weight_decay=0.01),
         ),
         (tc.RowWiseAdagrad, {"lr": 0.2}, tc.RowWiseAdagrad(lr=0.2)),
+        (PartialRowWiseAdam, {"lr": 0.1}, tc.PartialRowWiseAdam(lr=0.1)),
+        (
+            PartialRowWiseAdam,
+            {"lr": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6},
+            tc.PartialRowWiseAdam(lr=0.1, beta1=0.8, beta2=0.9, eps=1e-6),
+        ),
     ],
 )
 def test_translated_optimizers(kind: Any, options: dict[str, Any], wanted: Any) -> None:
     assert rows_optimizer("t", kind, options) == wanted
+
+
+def test_partial_row_wise_adam_in_backward() -> None:
+    ebc = EmbeddingBagCollection([config()])
+    apply_optimizer_in_backward(PartialRowWiseAdam, ebc.parameters(), {"lr": 0.3})
+    assert torch.equal(trained(ebc), trained(bags(optimizer=tc.PartialRowWiseAdam(lr=0.3))))
+    assert not torch.equal(trained(bags(optimizer=tc.Adam(lr=0.3))), trained(bags()))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchrec") is None, reason="torchrec is not installed")
@@ -265,8 +284,8 @@ def test_optimizers_of_torchrec() -> None:
     assert ebc.tables["t"].optimizer == tc.RowWiseAdagrad(lr=0.3, eps=1e-10)
     assert torch.equal(trained(ebc), trained(bags(optimizer=tc.RowWiseAdagrad(lr=0.3, eps=1e-10))))
     kind = torchrec.optim.optimizers.PartialRowWiseAdam
-    with pytest.raises(ValueError, match="its optimizer is PartialRowWiseAdam: rows have SGD, Adagrad"):
-        rows_optimizer("t", kind, {"lr": 0.1})
+    wanted = tc.PartialRowWiseAdam(lr=0.1, beta1=0.8, beta2=0.9)
+    assert rows_optimizer("t", kind, {"lr": 0.1, "betas": (0.8, 0.9)}) == wanted
     assert rows_optimizer("t", torchrec.optim.optimizers.Adagrad, {"lr": 0.1}) == tc.Adagrad(lr=0.1, eps=1e-8)
 
 
@@ -276,7 +295,12 @@ def test_optimizers_of_torchrec() -> None:
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "SGD has momentum 0.9: rows support 0 only"),
         (torch.optim.Adagrad, {"lr_decay": 0.1}, "Adagrad has lr_decay 0.1: rows support 0 only"),
         (torch.optim.Adam, {"amsgrad": True}, "Adam has amsgrad True: rows support False only"),
-        (torch.optim.AdamW, {"lr": 0.1}, "its optimizer is AdamW: rows have SGD, Adagrad, RowWiseAdagrad or Adam"),
+        (torch.optim.AdamW, {"lr": 0.1}, "its optimizer is AdamW: rows have SGD, Adagrad, RowWiseAdagrad, Adam or"),
+        (
+            PartialRowWiseAdam,
+            {"lr": 0.1, "weight_decay": 0.1},
+            "PartialRowWiseAdam has weight_decay 0.1, which TorchRec",
+        ),
         (torch.optim.SGD, {"lr": 0.1, "lars": 1}, r"SGD has arguments \['lars'\], which rows do not support"),
     ],
 )
@@ -457,14 +481,6 @@ def test_half_and_deepcopy_give_a_reason() -> None:
 def test_mistakes_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_configs_of_torchrec_with_other_settings_are_refused() -> None:
-    foreign = config()
-    foreign.use_virtual_table = True  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="table 't': use_virtual_table is True: it is not supported"):
-        bags(foreign)
-    assert bags(config(data_type=DataType.BF16)).tables["t"].precision.kind == "bf16"
 
 
 # ---- pipelines

@@ -23,6 +23,7 @@ OPTIMIZERS: list[Optimizer] = [
     tc.Adagrad(lr=0.1, initial_accumulator=0.1),
     tc.RowWiseAdagrad(lr=0.1),
     tc.Adam(lr=0.01, weight_decay=0.01),
+    tc.PartialRowWiseAdam(lr=0.01, weight_decay=0.01),
 ]
 # Code paths: fixed sizes, sizes with a vector and a tail, sizes below a vector.
 DIMS = [1, 2, 3, 4, 7, 8, 10, 16, 19, 32, 64, 100, 128, 130]
@@ -184,7 +185,7 @@ import numpy as np, thermocline as tc, hashlib
 from helpers import dram
 digest = hashlib.sha256()
 for dim in (1, 4, 8, 10, 16, 37, 64, 128):
-    for optimizer in (tc.SGD(), tc.Adagrad(), tc.RowWiseAdagrad(), tc.Adam()):
+    for optimizer in (tc.SGD(), tc.Adagrad(), tc.RowWiseAdagrad(), tc.Adam(), tc.PartialRowWiseAdam()):
         tier = tc.DramTier(dim, optimizer, budget="4MB")
         random = np.random.default_rng(dim)
         for step in range(1, 4):

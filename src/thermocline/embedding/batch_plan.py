@@ -34,6 +34,17 @@ class BagSpec:
     """Per field: the salt of its table, for tables that are stored together (`member_keys.py`). Empty: keys are ids."""
     parts: tuple[BagSpec, ...] = dataclasses.field(default=(), compare=False, repr=False)
     """Specs of several tables that were joined to this one, in the order of its fields (`merged_bags.py`)."""
+    _hash: int = dataclasses.field(init=False, compare=False, repr=False)
+    """Computed once: the specs of joined tables have many fields, and every pass looks them up several times."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.fields, self.pooling, self.salts)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> Any:  # another process has other hashes
+        return type(self), (self.fields, self.pooling, self.positions, self.salts, self.parts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

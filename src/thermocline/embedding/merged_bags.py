@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _BATCHES = 4
 """Batches whose pooled parts are kept until all bags have taken theirs."""
 _STATES = 16
-"""States of the bags and names of batches whose specs are kept."""
+"""States of the bags and names of batches whose specs are kept, beside two of each bag: modules of `tc.nn` have batches
+of their own."""
 
 
 class MergedBags(BagRegistry):
@@ -59,7 +60,7 @@ class MergedBags(BagRegistry):
             bags = [bag for bag in self.bags if trained is None or self.trains(bag) == trained]
             state = (*map(id, bags), None if batch is None else (batch.names, batch.fields))
             if state not in self._cache:
-                if len(self._cache) > _STATES:
+                if len(self._cache) > _STATES + 2 * len(self.bags):
                     self._cache = {}
                 self._cache[state] = self._join(
                     [spec for bag in bags for spec in self._bag_specs[bag] if has(batch, spec)]

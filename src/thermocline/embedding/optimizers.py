@@ -15,7 +15,7 @@ def _require(ok: bool, owner: object, field: str, rule: str) -> None:
     require(ok, f"{type(owner).__name__}.{field}", getattr(owner, field), rule)
 
 
-def _require_nonnegative(owner: SGD | Adagrad | RowWiseAdagrad | Adam, *fields: str) -> None:
+def _require_nonnegative(owner: SGD | Adagrad | RowWiseAdagrad | _Moments, *fields: str) -> None:
     for field in ("lr", "weight_decay", *fields):
         value = getattr(owner, field)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -113,8 +113,8 @@ class RowWiseAdagrad(_Lazy):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Adam(_Lazy):
-    """torch.optim.Adam on the rows that a step updates; bias correction uses the table's step. A row holds w, m, v."""
+class _Moments(_Lazy):
+    """Constants of Adam."""
 
     lr: float = 0.001
     """Learning rate; `Table.step(lr=...)` overrides it for one step."""
@@ -127,19 +127,41 @@ class Adam(_Lazy):
     weight_decay: float = 0.0
     """L2 regularization of the rows that a step updates (all, with lazy = "catch_up"): g += weight_decay * w."""
 
-    code: ClassVar[int] = 3
-
     def __post_init__(self) -> None:
         _require_nonnegative(self, "eps", "beta1", "beta2")
         _require(self.beta1 < 1, self, "beta1", "below 1")
         _require(self.beta2 < 1, self, "beta2", "below 1")
+
+    def corrections(self, step: int) -> tuple[float, float]:
+        """Return 1 - beta1^step and the square root of 1 - beta2^step."""
+        return 1.0 - math.pow(self.beta1, step), math.sqrt(1.0 - math.pow(self.beta2, step))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Adam(_Moments):
+    """torch.optim.Adam on the rows that a step updates; bias correction uses the table's step. A row holds w, m, v."""
+
+    code: ClassVar[int] = 3
 
     def state_floats(self, dim: int) -> int:
         """Number of 4-byte words of optimizer state per row."""
         return 2 * dim + self.catches_up
 
 
-Optimizer = SGD | Adagrad | RowWiseAdagrad | Adam
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PartialRowWiseAdam(_Moments):
+    """Adam with one second moment per row, of mean(g * g). A row holds w, m and one float v."""
+
+    code: ClassVar[int] = 4
+
+    def state_floats(self, dim: int) -> int:
+        """Number of 4-byte words of optimizer state per row."""
+        return dim + 1 + self.catches_up
+
+
+Optimizer = SGD | Adagrad | RowWiseAdagrad | Adam | PartialRowWiseAdam
+NAMES = "SGD, Adagrad, RowWiseAdagrad, Adam or PartialRowWiseAdam"
+"""Names of the optimizers, for messages."""
 
 
 def initial_state(optimizer: Optimizer) -> float:

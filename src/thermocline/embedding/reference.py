@@ -6,7 +6,6 @@ order defined there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,7 +14,15 @@ import numpy.typing as npt
 
 from thermocline.arrays import Floats
 from thermocline.embedding.initializers import Constant, Initial, Uniform
-from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, initial_state
+from thermocline.embedding.optimizers import (
+    SGD,
+    Adagrad,
+    Adam,
+    Optimizer,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+    initial_state,
+)
 from thermocline.embedding.precision import FP32, Precision
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
 from thermocline.embedding.reference_codec import (
@@ -96,13 +103,14 @@ def optimize(optimizer: Optimizer, row: Floats, g: Floats, step: int, lr: float)
         case RowWiseAdagrad():
             state[0] = state[0] + mean_of_squares(g)
             w[:] = w - g * (f(lr) / (np.sqrt(state[0]) + f(optimizer.eps)))
-        case Adam():
+        case Adam() | PartialRowWiseAdam():
             m, v = state[:dim], state[dim:]
-            step_size = f(lr / (1.0 - math.pow(optimizer.beta1, step)))
-            sqrt_bias2 = f(math.sqrt(1.0 - math.pow(optimizer.beta2, step)))
+            bias1, sqrt_bias2 = optimizer.corrections(step)
             m[:] = m + (g - m) * f(1.0 - optimizer.beta1)
-            v[:] = v * f(optimizer.beta2) + (g * f(1.0 - optimizer.beta2)) * g
-            w[:] = w - (m * step_size) / (np.sqrt(v) / sqrt_bias2 + f(optimizer.eps))
+            beta2, rest = f(optimizer.beta2), f(1.0 - optimizer.beta2)
+            row_wise = isinstance(optimizer, PartialRowWiseAdam)
+            v[:] = v * beta2 + (mean_of_squares(g) * rest if row_wise else (g * rest) * g)
+            w[:] = w - (m * f(lr / bias1)) / (np.sqrt(v) / f(sqrt_bias2) + f(optimizer.eps))
 
 
 class ReferenceTable:

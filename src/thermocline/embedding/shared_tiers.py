@@ -106,14 +106,14 @@ class Tiers(schema.Tiers):
         Other arguments: see `tc.Table`.
         """
         from thermocline.embedding.initializers import Uniform
-        from thermocline.embedding.optimizers import Optimizer
+        from thermocline.embedding.optimizers import NAMES, Optimizer
         from thermocline.embedding.precision import Precision
         from thermocline.embedding.row_statistics import RowStatistics
         from thermocline.embedding.table import require_table_name
         from thermocline.embedding.table_storages import layout_spec
 
         require_table_name(name)
-        require_type(optimizer, Optimizer, "optimizer", "SGD, Adagrad, RowWiseAdagrad or Adam, such as Adagrad(lr=0.1)")
+        require_type(optimizer, Optimizer, "optimizer", f"{NAMES}, such as Adagrad(lr=0.1)")
         require(whole_number(dim, "dim") >= 1, "dim", dim, "at least 1")
         require(rows is None or whole_number(rows, "rows") >= 1, "rows", rows, "at least 1, or None")
         require(keys in ("id", "hash"), "keys", keys, "id or hash")

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from thermocline.arrays import Floats
-from thermocline.embedding.optimizers import Adam, Optimizer
+from thermocline.embedding.optimizers import Adam, Optimizer, PartialRowWiseAdam
 from thermocline.errors import FormatError, ThermoclineError
 
 RateRuns = Sequence[tuple[float, int]]
@@ -60,9 +60,9 @@ class StepRates:
     def _set(self, step: int, rate: float) -> None:
         optimizer = self._optimizer
         size, bias = rate, 1.0
-        if isinstance(optimizer, Adam):
-            size = rate / (1.0 - math.pow(optimizer.beta1, step))
-            bias = math.sqrt(1.0 - math.pow(optimizer.beta2, step))
+        if isinstance(optimizer, Adam | PartialRowWiseAdam):
+            correction, bias = optimizer.corrections(step)
+            size = rate / correction
         self.ring[:, step % self.limit] = size, bias
 
     def by_step(self) -> dict[int, float]:

@@ -30,7 +30,7 @@ from thermocline.embedding.initializers import Initial, Uniform
 from thermocline.embedding.key_hash import ALL_KEYS, KeyPart
 from thermocline.embedding.member_keys import Member
 from thermocline.embedding.open_table import OpenTable
-from thermocline.embedding.optimizers import Optimizer
+from thermocline.embedding.optimizers import NAMES as OPTIMIZERS, Optimizer
 from thermocline.embedding.pending import PendingBatches
 from thermocline.embedding.precision import Kind, Precision
 from thermocline.embedding.row_arguments import rows_to_load
@@ -128,7 +128,7 @@ class Table(OpenTable):
         make_backend a `RowBackend` other than the built-in ones
         """
         dim, seed = whole_number(dim, "dim"), whole_number(seed, "seed")
-        require_type(optimizer, Optimizer, "optimizer", "SGD, Adagrad, RowWiseAdagrad or Adam, such as Adagrad(lr=0.1)")
+        require_type(optimizer, Optimizer, "optimizer", f"{OPTIMIZERS}, such as Adagrad(lr=0.1)")
         require_type(initial, Initial | None, "initial", "Uniform, Normal or Constant, such as Uniform(scale=0.01)")
         require_type(ssd, str | os.PathLike | None, "ssd", "a folder's name, or None")
         require_table_name(name)

@@ -13,6 +13,7 @@ import triton.language as tl
 from thermocline.kernels.launch import EXACT, blocks, kernel, row_block, tile_rows
 from thermocline.kernels.optimizer_rules import (
     ADAM,
+    PARTIAL_ROW_WISE_ADAM,
     ROW_WISE_ADAGRAD,
     SGD,
     OptimizerStep,
@@ -24,6 +25,7 @@ from thermocline.kernels.optimizer_rules import (
 )
 
 _ADAM, _ROW_WISE, _SGD = tl.constexpr(ADAM), tl.constexpr(ROW_WISE_ADAGRAD), tl.constexpr(SGD)
+_PARTIAL = tl.constexpr(PARTIAL_ROW_WISE_ADAM)
 
 
 @triton.jit
@@ -53,6 +55,8 @@ def _replay(
             first = tl.where(missed[:, None], new_first, first)
         if OPTIMIZER == _ADAM:
             second = tl.where(missed[:, None], new_second, second)
+        elif OPTIMIZER == _PARTIAL:
+            second = tl.where(missed, new_second, second)
     tl.store(pointer, w, mask=inside)
     store_state(rows + DIM, slot, live, cols, first, second, OPTIMIZER, DIM, STRIDE)
 

@@ -14,10 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
-NONE, SGD, ADAGRAD, ROW_WISE_ADAGRAD, ADAM = -1, 0, 1, 2, 3
+NONE, SGD, ADAGRAD, ROW_WISE_ADAGRAD, ADAM, PARTIAL_ROW_WISE_ADAM = -1, 0, 1, 2, 3, 4
 """Codes of optimizers; NONE stores the sums of gradients without applying them."""
 _SGD, _ADAGRAD, _ROW_WISE = tl.constexpr(SGD), tl.constexpr(ADAGRAD), tl.constexpr(ROW_WISE_ADAGRAD)
-_ADAM = tl.constexpr(ADAM)
+_ADAM, _PARTIAL = tl.constexpr(ADAM), tl.constexpr(PARTIAL_ROW_WISE_ADAM)
+WHOLE_ROW = (ROW_WISE_ADAGRAD, PARTIAL_ROW_WISE_ADAM)
+"""Optimizers with a mean over the row."""
+BIAS_CORRECTED = (ADAM, PARTIAL_ROW_WISE_ADAM)
+"""Optimizers whose constants depend on the step number."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +107,8 @@ class StoredStep:
 
 def state_floats(optimizer: int, dim: int) -> int:
     """Number of floats of optimizer state per row."""
-    return {NONE: 0, SGD: 0, ADAGRAD: dim, ROW_WISE_ADAGRAD: 1, ADAM: 2 * dim}[optimizer]
+    sizes = {NONE: 0, SGD: 0, ADAGRAD: dim, ROW_WISE_ADAGRAD: 1, ADAM: 2 * dim, PARTIAL_ROW_WISE_ADAM: dim + 1}
+    return sizes[optimizer]
 
 
 @triton.jit
@@ -136,6 +141,9 @@ def load_state(state, slot, live, cols, OPTIMIZER: tl.constexpr, DIM: tl.constex
     elif OPTIMIZER == _ADAM:
         first = tl.load(pointer, mask=inside, other=0.0)
         second = tl.load(pointer + DIM, mask=inside, other=0.0)
+    elif OPTIMIZER == _PARTIAL:
+        first = tl.load(pointer, mask=inside, other=0.0)
+        second = tl.load(state + slot * STRIDE + DIM, mask=live, other=0.0)
     return first, second
 
 
@@ -152,6 +160,9 @@ def store_state(
     elif OPTIMIZER == _ADAM:
         tl.store(pointer, first, mask=inside)
         tl.store(pointer + DIM, second, mask=inside)
+    elif OPTIMIZER == _PARTIAL:
+        tl.store(pointer, first, mask=inside)
+        tl.store(state + slot * STRIDE + DIM, second, mask=live)
 
 
 @triton.jit
@@ -203,6 +214,11 @@ def new_row(w, first, second, total, cols, constants, OPTIMIZER: tl.constexpr, D
         first = first + mean_of_squares(g, cols, DIM)
         rate = tl.div_rn(tl.zeros_like(first) + lr, tl.sqrt_rn(first) + eps)
         w = w - g * rate[:, None]
+    elif OPTIMIZER == _PARTIAL:
+        first = first + (g - first) * one_minus_beta1
+        second = second * beta2 + mean_of_squares(g, cols, DIM) * one_minus_beta2
+        divisor = tl.div_rn(tl.sqrt_rn(second), tl.zeros_like(second) + sqrt_bias2) + eps
+        w = w - tl.div_rn(first * step_size, tl.zeros_like(first) + divisor[:, None])
     else:
         first = first + (g - first) * one_minus_beta1
         second = second * beta2 + (g * one_minus_beta2) * g
@@ -231,7 +247,10 @@ def new_rows_reference(
         return w - g * (lr / (square_root(s) + step.eps)), s
     m, v = state[:, :dim], state[:, dim:]
     m = m + (g - m) * step.one_minus_beta1
-    v = v * step.beta2 + (g * step.one_minus_beta2) * g
+    if step.optimizer == PARTIAL_ROW_WISE_ADAM:
+        v = v * step.beta2 + mean_of_squares_reference(g)[:, None] * step.one_minus_beta2
+    else:
+        v = v * step.beta2 + (g * step.one_minus_beta2) * g
     # A tensor, because torch may replace the division by a number by a multiplication with its reciprocal.
     bias = torch.full((), step.sqrt_bias2, dtype=torch.float32, device=v.device)
     w = w - (m * step.step_size) / (square_root(v) / bias + step.eps)

@@ -27,7 +27,7 @@ from thermocline.kernels.codec import (
 from thermocline.kernels.launch import EXACT, OPEN, RepeatedLaunch, blocks, kernel, row_block, tile_rows
 from thermocline.kernels.optimizer_rules import (
     NONE,
-    ROW_WISE_ADAGRAD,
+    WHOLE_ROW,
     OptimizerStep,
     StoredStep,
     load_state,
@@ -277,7 +277,7 @@ class RowUpdate:
         )  # fmt: skip
         # Hot rows are few and their sums long: with one column per thread, more of them run in parallel.
         # A mean over the row or a row scale needs the whole row in one program.
-        whole = step.optimizer == ROW_WISE_ADAGRAD or (codec is not None and codec.row_scaled)
+        whole = step.optimizer in WHOLE_ROW or (codec is not None and codec.row_scaled)
         cols = row_block(dim) if whole else min(32, row_block(dim))
         self._hot_items, self._hot_columns = tile_rows(cols, 32), blocks(dim, cols)
         self._hot = RepeatedLaunch(

@@ -318,10 +318,12 @@ class DramBackend(Unrecorded):
         first = gradients[0].plan
         if len(gradients) == 1 and first.gradient_index is not None and gradients[0].bag in first.bags.values():
             return first.slots, first.working_set.starts, *first.gradient_index, gradients[0].values.numpy()
-        indices = [g.bag.gradient_index(self.host.dram.core) for g in gradients]
         lists = [g.values.numpy() for g in gradients]
         values = lists[0] if len(lists) == 1 else np.concatenate(lists)
         starts = np.cumsum([0, *(len(part) for part in lists[:-1])]).astype(np.uint32)
+        if _share_no_key(gradients):
+            return *_side_by_side(gradients, starts), values
+        indices = [g.bag.gradient_index(self.host.dram.core) for g in gradients]
         rows = np.concatenate([index[0] + start for index, start in zip(indices, starts, strict=True)])
         coefs = None
         if any(index[1] is not None for index in indices):
@@ -448,3 +450,33 @@ class DramBackend(Unrecorded):
     def renumber(self, bag: DramBag, index: Slots) -> DramBag:
         assert bag.slots is not None
         return dataclasses.replace(bag, slots=index[bag.slots])
+
+
+def _share_no_key(gradients: Sequence[Gradient]) -> bool:
+    """Return whether each gradient is of a batch of its own, of another table of the storage, in working set order."""
+    salts: list[int] = []
+    for gradient in gradients:
+        plan = gradient.plan
+        if plan.gradient_index is None or plan.bags.get(gradient.spec) is not gradient.bag or not gradient.spec.salts:
+            return False
+        salts += gradient.spec.salts
+    return len(set(salts)) == len(salts)
+
+
+def _side_by_side(gradients: Sequence[Gradient], rows: Slots) -> tuple[Slots, Slots, Slots, Floats | None]:
+    """Return slots, segment starts, gradient rows and coefficients of plans without common keys, without a search.
+
+    rows   number of the first row of each gradient among all
+    """
+    plans = [gradient.plan for gradient in gradients]
+    ids = np.cumsum([0, *(len(plan.working_set.order) for plan in plans)]).astype(np.uint32)
+    starts = [plan.working_set.starts[:-1] + first for plan, first in zip(plans, ids[:-1], strict=True)]
+    of_ids = [plan.gradient_index[0] + first for plan, first in zip(plans, rows, strict=True)]
+    coefs = [plan.gradient_index[1] for plan in plans]
+    joined = None
+    if any(part is not None for part in coefs):
+        sizes = [len(part) for part in of_ids]
+        ones = [np.ones(n, np.float32) if part is None else part for n, part in zip(sizes, coefs, strict=True)]
+        joined = np.concatenate(ones)
+    slots = np.concatenate([plan.slots for plan in plans])
+    return slots, np.concatenate([*starts, ids[-1:]]), np.concatenate(of_ids), joined

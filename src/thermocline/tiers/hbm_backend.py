@@ -30,7 +30,7 @@ from thermocline.kernels.catch_up import catch_up_rows
 from thermocline.kernels.codec import Codec
 from thermocline.kernels.gradient_index import index_gradients
 from thermocline.kernels.launch import stream_ahead
-from thermocline.kernels.optimizer_rules import ADAM, OptimizerStep, StoredStep
+from thermocline.kernels.optimizer_rules import BIAS_CORRECTED, OptimizerStep, StoredStep
 from thermocline.kernels.pool import Pooling, pool_rows
 from thermocline.kernels.random import table_mix
 from thermocline.kernels.segments import Segments, find_segments
@@ -372,7 +372,7 @@ class HbmBackend:
     def step_rule(self, step: int, lr: float, scale: float) -> OptimizerStep:
         """Return the constants of a step. `number` may be that of an earlier step with the same constants."""
         optimizer, last = self.spec.optimizer, self._step_rule
-        if last is None or optimizer.code == ADAM or (last.lr, last.scale) != (lr, scale):
+        if last is None or optimizer.code in BIAS_CORRECTED or (last.lr, last.scale) != (lr, scale):
             last = self._step_rule = OptimizerStep.of(optimizer, step, lr=lr, scale=scale)
         return last
 

@@ -33,11 +33,15 @@ class DataType(enum.Enum):
 
 @dataclasses.dataclass(kw_only=False)
 class EmbeddingConfig:
-    """A table of `EmbeddingCollection`. `feature_names` empty: the feature has the name of the table.
+    """A table of `EmbeddingCollection`, with the fields of TorchRec 1.8 at the same positions.
 
+    feature_names    empty: the feature has the name of the table
     num_embeddings   the initial rows are uniform within sqrt(1 / num_embeddings), and the default memory holds this
                      number of rows. Ids beyond it are accepted unless the collection has `check_ids`
     init_fn          initializer of torch.nn.init, or any function that fills float32[num_embeddings, embedding_dim]
+
+    A collection refuses other values than the default of num_embeddings_post_pruning, need_pos, input_dim,
+    total_num_buckets, use_virtual_table, virtual_table_eviction_policy, enable_embedding_update and stash_weights.
     """
 
     num_embeddings: int
@@ -47,7 +51,15 @@ class EmbeddingConfig:
     feature_names: list[str] = dataclasses.field(default_factory=list)
     weight_init_max: float | None = None
     weight_init_min: float | None = None
+    num_embeddings_post_pruning: int | None = None
     init_fn: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+    need_pos: bool = False
+    input_dim: int | None = None
+    total_num_buckets: int | None = None
+    use_virtual_table: bool = False
+    virtual_table_eviction_policy: Any = None
+    enable_embedding_update: bool = False
+    stash_weights: bool = False
 
 
 @dataclasses.dataclass(kw_only=False)
@@ -57,17 +69,18 @@ class EmbeddingBagConfig(EmbeddingConfig):
     pooling: PoolingType = PoolingType.SUM
 
 
-_REFUSED = {
-    "num_embeddings_post_pruning": None,
-    "need_pos": False,
-    "input_dim": None,
-    "total_num_buckets": None,
-    "use_virtual_table": False,
-    "virtual_table_eviction_policy": None,
-    "enable_embedding_update": False,
-    "stash_weights": False,
-}
-"""Attributes of TorchRec's configs that have no effect here, and their defaults."""
+_HONOURED = (
+    "num_embeddings",
+    "embedding_dim",
+    "name",
+    "data_type",
+    "feature_names",
+    "weight_init_max",
+    "weight_init_min",
+    "init_fn",
+)
+_REFUSED = {field.name: field.default for field in dataclasses.fields(EmbeddingConfig) if field.name not in _HONOURED}
+"""Fields of TorchRec's configs that have no effect here, and their defaults."""
 
 
 def check_config(config: Any) -> None:

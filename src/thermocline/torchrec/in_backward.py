@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import torch
 
-from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from thermocline.embedding.optimizers import NAMES, SGD, Adagrad, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
 
 _UNUSED = {"foreach", "fused", "capturable", "differentiable"}
 """Arguments that choose an implementation."""
@@ -39,9 +39,10 @@ def apply_optimizer_in_backward(
 ) -> None:
     """Update parameters by this optimizer within backward, as in TorchRec.
 
-    Rows of tables are updated once per key at the end of each backward pass: by SGD, Adagrad, RowWiseAdagrad or Adam
-    of torch.optim, TorchRec or Thermocline; anything else is refused. Other parameters get the optimizer by the
-    function of `torch.distributed.optim`. That function, and TorchRec's, can be used for all parameters too.
+    Rows of tables are updated once per key at the end of each backward pass: by SGD, Adagrad, RowWiseAdagrad, Adam
+    or PartialRowWiseAdam of torch.optim, TorchRec or Thermocline; anything else is refused. Other parameters get the
+    optimizer by the function of `torch.distributed.optim`. That function, and TorchRec's, can be used for all
+    parameters too.
     """
     for param in params:
         if isinstance(param, RowParameter):
@@ -96,12 +97,9 @@ def rows_optimizer(table: str, optimizer_class: type[Any], kwargs: dict[str, Any
         made: Optimizer = optimizer_class(**kwargs)
         return made
     kind = optimizer_class.__name__
-    translate = {"SGD": _sgd, "Adagrad": _adagrad, "RowWiseAdagrad": _rowwise_adagrad, "Adam": _adam}.get(kind)
+    translate = _TRANSLATIONS.get(kind)
     if translate is None:
-        raise ValueError(
-            f"table {table!r}: its optimizer is {kind}: rows have SGD, Adagrad, RowWiseAdagrad or Adam; of the moments "
-            "per row of PartialRowWiseAdam, Adam keeps all elements"
-        )
+        raise ValueError(f"table {table!r}: its optimizer is {kind}: rows have {NAMES}")
     signature = inspect.signature(optimizer_class.__init__).parameters
     given = {name: p.default for name, p in signature.items() if p.default is not p.empty} | kwargs
     for name, neutral in _NEUTRAL.items():
@@ -112,11 +110,16 @@ def rows_optimizer(table: str, optimizer_class: type[Any], kwargs: dict[str, Any
     unknown = kwargs.keys() - _UNUSED - _NEUTRAL.keys() - _ARGUMENTS
     if unknown:
         raise ValueError(f"table {table!r}: {kind} has arguments {sorted(unknown)}, which rows do not support")
+    if kind == "PartialRowWiseAdam" and given.get("weight_decay"):
+        raise ValueError(
+            f"table {table!r}: {kind} has weight_decay {given['weight_decay']!r}, which TorchRec decouples from the "
+            "gradient: rows support 0 only; tc.PartialRowWiseAdam(weight_decay=...) is L2"
+        )
     common: dict[str, Any] = {"lr": float(given["lr"]), "weight_decay": float(given.get("weight_decay") or 0.0)}
     return translate(given, common)
 
 
-_ARGUMENTS = {"lr", "weight_decay", "eps", "initial_accumulator_value", "betas"}
+_ARGUMENTS = {"lr", "weight_decay", "eps", "initial_accumulator_value", "betas", "beta1", "beta2"}
 
 
 def _sgd(given: dict[str, Any], common: dict[str, Any]) -> Optimizer:
@@ -136,5 +139,24 @@ def _rowwise_adagrad(given: dict[str, Any], common: dict[str, Any]) -> Optimizer
 
 
 def _adam(given: dict[str, Any], common: dict[str, Any]) -> Optimizer:
+    return Adam(**_moments(given), **common)
+
+
+def _partial_rowwise_adam(given: dict[str, Any], common: dict[str, Any]) -> Optimizer:
+    return PartialRowWiseAdam(**_moments(given), **common)
+
+
+def _moments(given: dict[str, Any]) -> dict[str, Any]:
     beta1, beta2 = given.get("betas", (0.9, 0.999))
-    return Adam(beta1=beta1, beta2=beta2, eps=given.get("eps", _FBGEMM_EPS), **common)
+    beta1, beta2 = given.get("beta1", beta1), given.get("beta2", beta2)  # FBGEMM's names
+    return {"beta1": beta1, "beta2": beta2, "eps": given.get("eps", _FBGEMM_EPS)}
+
+
+_TRANSLATIONS = {
+    "SGD": _sgd,
+    "Adagrad": _adagrad,
+    "RowWiseAdagrad": _rowwise_adagrad,
+    "Adam": _adam,
+    "PartialRowWiseAdam": _partial_rowwise_adam,
+}
+"""By the name of the class."""
