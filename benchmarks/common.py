@@ -29,20 +29,31 @@ if not console.is_terminal:
     console = Console(highlight=False, width=120)
 
 
+MOST_LOAD = 0.05
+"""Share of the processors that others may use while a time is measured."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claim:
-    """A measured figure and its target; `at_most`: the target is an upper bound."""
+    """A measured figure and its target."""
 
     name: str
     value: float
     target: float
     unit: str = "x"
     at_most: bool = False
+    """The target is an upper bound."""
     detail: str = ""
+    others_cpu: float = 0.0
+    """Share of the processors that others used meanwhile, for a figure that depends on it."""
+
+    @property
+    def valid(self) -> bool:
+        return self.others_cpu <= MOST_LOAD
 
     @property
     def met(self) -> bool:
-        return self.value <= self.target if self.at_most else self.value >= self.target
+        return self.valid and (self.value <= self.target if self.at_most else self.value >= self.target)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -140,6 +151,8 @@ def print_claims(title: str, claims: Sequence[Claim]) -> None:
         table.add_column(column, justify="right" if column in ("measured", "target") else "left")
     for claim in claims:
         mark = "[green]met[/]" if claim.met else "[red]missed[/]"
+        if not claim.valid:
+            mark = f"[yellow]invalid: others used {claim.others_cpu:.0%} of the processors[/]"
         bound = "<=" if claim.at_most else ">="
         value, target = f"{claim.value:.3g} {claim.unit}", f"{bound} {claim.target:g} {claim.unit}"
         table.add_row(claim.name, value, target, mark, claim.detail)
@@ -163,9 +176,13 @@ def earlier_results(path: str | None, sizes: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
+def _claim_record(claim: Claim) -> dict[str, Any]:
+    return {**dataclasses.asdict(claim), "valid": claim.valid, "met": claim.met}
+
+
 def write_json(path: str | os.PathLike[str], record: dict[str, Any], claims: Sequence[Claim]) -> None:
     """Write `record` with its claims to `path`."""
-    record = {**record, "claims": [{**dataclasses.asdict(claim), "met": claim.met} for claim in claims]}
+    record = {**record, "claims": [_claim_record(claim) for claim in claims]}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(record, indent=1) + "\n")
 
