@@ -117,23 +117,38 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def cpu_seconds() -> tuple[float, float]:
-    """(processor seconds of the machine, processor seconds of this process and its finished children)."""
+def cpu_seconds() -> tuple[float, float, float]:
+    """Processor seconds of the machine, of this process and its finished children, and of the kernel itself.
+
+    The last are interrupts and kernel threads: most of them serve the reads and writes of this process.
+    """
+    tick = os.sysconf("SC_CLK_TCK")
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
-    busy = sum(int(fields[i]) for i in (1, 2, 3, 6, 7)) / os.sysconf("SC_CLK_TCK")
+    busy, kernel = (sum(int(fields[i]) for i in which) for which in ((1, 2, 3, 6, 7), (6, 7)))
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            _, parent, *rest = path.read_text().rpartition(")")[2].split()
+        except OSError:  # the process has ended
+            continue
+        if parent == "2":
+            kernel += int(rest[9]) + int(rest[10])
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return busy, sum(u.ru_utime + u.ru_stime for u in used)
+    return busy / tick, sum(u.ru_utime + u.ru_stime for u in used), kernel / tick
 
 
 @contextmanager
 def noise() -> Iterator[dict[str, float]]:
-    """Measure the load of other processes: yields a dict that gets {"others_cpu": fraction of all cores} on exit."""
+    """Measure the load of other processes: yields a dict that gets fractions of all cores on exit.
+
+    others_cpu: other processes. kernel_cpu: interrupts and kernel threads, not part of others_cpu.
+    """
     figures: dict[str, float] = {}
-    start, (machine_before, process_before) = time.perf_counter(), cpu_seconds()
+    start, before = time.perf_counter(), cpu_seconds()
     yield figures
-    machine, process = cpu_seconds()
+    machine, process, kernel = (after - earlier for after, earlier in zip(cpu_seconds(), before, strict=True))
     capacity = (time.perf_counter() - start) * (os.cpu_count() or 1)
-    figures["others_cpu"] = max(0.0, (machine - machine_before - (process - process_before)) / capacity)
+    figures["others_cpu"] = max(0.0, (machine - process - kernel) / capacity)
+    figures["kernel_cpu"] = kernel / capacity
 
 
 @contextmanager
