@@ -638,7 +638,7 @@ def test_the_horizon_grows_until_reads_become_dearer() -> None:
 def test_the_horizon_grows_while_the_device_becomes_slower() -> None:
     """The costs of a read that changed between two sweeps are no cost of the longer horizon."""
     assert lengths(8, lambda size: 1000 / size, lambda sweep: 10 * 3**sweep) == [1, 2, 4, 8, 16, 32, 64, 128]
-    assert lengths(10, lambda size: 10 * size, lambda sweep: 3.0**-sweep)[6:] == [64, 64, 64, 64]
+    assert lengths(10, lambda size: 10 * size, lambda sweep: 2.0**-sweep)[6:] == [64, 64, 64, 64]
 
 
 class CountedReads:
