@@ -174,13 +174,17 @@ def puts_claims(puts: dict[str, Any]) -> list[Claim]:
     rate, disk = puts["rows_per_second"]["median"], puts["disk_write"]["median"]
     beside = puts["disk_write_beside_reads"]["median"]
     detail = f"{rate:,.0f} rows/s, {puts['merge_threads']} merge threads; the disk writes {disk / 1e9:.2f} GB/s"
+    busy = puts["others_cpu"]
     return [
-        Claim("sustained puts, share of the disk's writes", puts["share"]["median"], 0.7, detail=detail),
+        Claim(
+            "sustained puts, share of the disk's writes", puts["share"]["median"], 0.7, detail=detail, others_cpu=busy
+        ),
         Claim(
             "sustained puts, share of its writes beside as many reads",
             puts["share_beside_reads"]["median"],
             0.7,
             detail=f"the disk writes {beside / 1e9:.2f} GB/s so",
+            others_cpu=busy,
         ),
         Claim("write amplification of puts", puts["write_amplification"]["median"], 6.5, at_most=True),
         Claim("space amplification of puts", puts["space_amplification"], 1.6, at_most=True),

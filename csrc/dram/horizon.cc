@@ -14,7 +14,7 @@ namespace {
 constexpr size_t kHashBlock = 256;
 constexpr size_t kRangeIds = 32768;  // ids that one task scatters
 constexpr size_t kBucketAhead = 24, kEntryAhead = 12;
-constexpr uint32_t kFirst = 1u << 31;  // in HorizonBatch::order_
+constexpr uint32_t kMostIds = 1u << 31;
 constexpr uint32_t kIndexMask = (1u << 24) - 1;
 
 constexpr size_t kFewRows = 1 << 20;  // capacity of a tier below which partitions are few, to save memory
@@ -23,6 +23,9 @@ constexpr size_t kFewRows = 1 << 20;  // capacity of a tier below which partitio
 
 // ---- HorizonBatch
 
+HorizonBatch::HorizonBatch(Horizon& horizon, size_t ids)
+    : horizon_(horizon), ids_(ids), first_key_(horizon.count_ + 1, 0) {}
+
 double HorizonBatch::to_visit() const {
   const uint64_t at = horizon_.position_;
   return horizon_.dropped_ || at >= loaded_at_ ? 0 : static_cast<double>(loaded_at_ - at) / horizon_.count_;
@@ -30,22 +33,51 @@ double HorizonBatch::to_visit() const {
 
 bool HorizonBatch::loaded() const { return to_visit() == 0; }
 
+// Visits the keys of a range in their order. Prefetches the entries ahead, also those of later partitions: small
+// batches have few keys in each.
+class HorizonBatch::Walk {
+ public:
+  Walk(const HorizonBatch& batch, size_t range)
+      : batch_(batch), partition_(static_cast<uint32_t>(range) * (batch.horizon_.count_ / kRanges)) {
+    ahead_ = partition_;
+    next_ = next_ahead_ = batch.first_key_[partition_];
+    end_ = batch.first_key_[partition_ + batch.horizon_.count_ / kRanges];
+  }
+
+  bool next() {
+    if (next_ == end_) return false;
+    for (; next_ahead_ < end_ && next_ahead_ <= next_ + kEntryAhead; ++next_ahead_) {
+      while (next_ahead_ >= batch_.first_key_[ahead_ + 1]) ++ahead_;
+      __builtin_prefetch(&batch_.horizon_.partitions_[ahead_].entry(batch_.indices_[next_ahead_]), 1);
+    }
+    while (next_ >= batch_.first_key_[partition_ + 1]) ++partition_;
+    index_ = batch_.indices_[next_++];
+    return true;
+  }
+  uint32_t key_number() const { return next_ - 1; }
+  uint32_t partition() const { return partition_; }
+  uint32_t index() const { return index_; }
+  HorizonEntry& entry() const { return batch_.horizon_.partitions_[partition_].entry(index_); }
+
+ private:
+  const HorizonBatch& batch_;
+  uint32_t partition_, ahead_;
+  uint32_t next_, next_ahead_, end_;  // keys
+  uint32_t index_ = 0;
+};
+
 void HorizonBatch::expand(const Expanded& out) const {
   horizon_.tier_.pool().parallel(kRanges, [&](size_t r) {
     const Expanded o = out;
-    const uint32_t* const order = order_.get();
-    const uint32_t* const numbers = numbers_.get();
-    uint32_t u = first_key_[r] - 1;
+    Walk walk(*this, r);
+    uint32_t u = 0;
     uint64_t key = 0;
     for (uint32_t j = first_id_[r]; j < first_id_[r + 1]; ++j) {
-      const uint32_t position = order[j] & ~kFirst;
-      if (order[j] & kFirst) {
-        ++u;
-        if (o.keys || o.ids) {
-          const uint32_t next = numbers[std::min<size_t>(u + kEntryAhead, unique_ - 1)];
-          __builtin_prefetch(&horizon_.partitions_[next >> 24].entry(next & kIndexMask));
-          key = this->key(u);
-        }
+      const uint32_t value = order_[j], position = value >> 1;
+      if (value & 1) {
+        walk.next();
+        u = walk.key_number();
+        if (o.keys || o.ids) key = walk.entry().key;
         if (o.keys) o.keys[u] = key;
         if (o.starts) o.starts[u] = j;
       }
@@ -63,11 +95,8 @@ size_t HorizonBatch::take(uint32_t* slots) {
   std::atomic<size_t> late{0};
   horizon_.tier_.pool().parallel(kRanges, [&](size_t r) {
     size_t count = 0;
-    for (uint32_t u = first_key_[r]; u < first_key_[r + 1]; ++u) {
-      const uint32_t next = numbers_[std::min<size_t>(u + kEntryAhead, unique_ - 1)];
-      __builtin_prefetch(&horizon_.partitions_[next >> 24].entry(next & kIndexMask));
-      const HorizonEntry& e = horizon_.partitions_[numbers_[u] >> 24].entry(numbers_[u] & kIndexMask);
-      const uint32_t slot = e.load_slot();
+    for (Walk walk(*this, r); walk.next();) {
+      const uint32_t slot = walk.entry().load_slot(), u = walk.key_number();
       slots[u] = HorizonEntry::pinned(slot) ? slot : kNoSlot;
       count += slots[u] == kNoSlot;
     }
@@ -83,7 +112,8 @@ void HorizonBatch::untake() {
 }
 
 uint64_t HorizonBatch::key(size_t u) const {
-  return horizon_.partitions_[numbers_[u] >> 24].entry(numbers_[u] & kIndexMask).key;
+  const auto after = std::upper_bound(first_key_.begin(), first_key_.end(), u);
+  return horizon_.partitions_[after - first_key_.begin() - 1].entry(indices_[u]).key;
 }
 
 void HorizonBatch::release() {
@@ -108,6 +138,7 @@ struct Horizon::Scratch {
         local(n),
         unique(n),
         count(n),
+        order(n),
         part(n),
         begin(kMaxPartitions + 1),
         uniques(kMaxPartitions) {}
@@ -116,13 +147,36 @@ struct Horizon::Scratch {
   Recycled<uint32_t> pos;     // their positions in the batch
   Recycled<uint32_t> local;   // their index in `unique`, from the begin of the partition
   Recycled<uint32_t> unique;  // indices of the partition's unique keys
-  Recycled<uint32_t> count;   // occurrences of each; then the next index into order_
+  Recycled<uint32_t> count;   // occurrences of each; then the next index into `order`; at last `unique` without gaps
+  Recycled<uint32_t> order;   // as HorizonBatch::order_
   Recycled<uint8_t> part;     // [i] partition of the id at position i
   std::vector<uint32_t> begin, uniques;
+
+  // Marks of one partition at a time: by index, the index in `unique` of a key of the batch being added.
+  std::vector<uint32_t> take_marks() {
+    std::lock_guard lock(marks_mutex);
+    if (idle_marks.empty()) return {};
+    std::vector<uint32_t> marks = std::move(idle_marks.back());
+    idle_marks.pop_back();
+    return marks;
+  }
+  void give_marks(std::vector<uint32_t> marks) {
+    std::lock_guard lock(marks_mutex);
+    idle_marks.push_back(std::move(marks));
+  }
+  size_t marks_bytes() const {
+    size_t sum = 0;
+    for (const auto& marks : idle_marks) sum += marks.capacity() * sizeof(uint32_t);
+    return sum;
+  }
+
+ private:
+  std::mutex marks_mutex;                         // protects idle_marks
+  std::vector<std::vector<uint32_t>> idle_marks;  // as many as threads
 };
 
 std::unique_ptr<HorizonBatch> Horizon::add(const uint64_t* ids, size_t n) {
-  if (n >= kFirst) throw Error("look-ahead: a batch has " + std::to_string(n) + " ids; the maximum is 2^31 - 1");
+  if (n >= kMostIds) throw Error("look-ahead: a batch has " + std::to_string(n) + " ids; the maximum is 2^31 - 1");
   std::unique_ptr<HorizonBatch> batch(new HorizonBatch(*this, n));
   batch->released_ = true;  // until its keys are counted
   if (!scratch_ || scratch_->capacity < n) {
@@ -136,8 +190,9 @@ std::unique_ptr<HorizonBatch> Horizon::add(const uint64_t* ids, size_t n) {
       throw Error("look-ahead: more than 2^24 keys in one partition of the horizon. Lower lookahead");
     }
   }
-  tier_.pool().parallel(count_, [&](size_t p) { number(static_cast<uint32_t>(p), s, *batch); });
-  collect_numbers(s, *batch);
+  tier_.pool().parallel(count_, [&](size_t p) { number(static_cast<uint32_t>(p), s); });
+  pack(s, *batch);
+  marks_bytes_ = s.marks_bytes();
   batch->loaded_at_ = gathered_ + count_;
   batch_bytes_ += batch->bytes();
   batch->released_ = false;
@@ -182,7 +237,7 @@ void Horizon::scatter(const uint64_t* ids, size_t n, Scratch& s) {
 
 // Finds or inserts the keys of a partition, and groups the positions of each. A key is in this batch already if its
 // mark is the index of the key itself among the partition's unique keys.
-void Horizon::number(uint32_t p, Scratch& s, HorizonBatch& batch) {
+void Horizon::number(uint32_t p, Scratch& s) {
   const uint32_t begin = s.begin[p], n = s.begin[p + 1] - begin;
   const uint64_t* const keys = s.keys.get() + begin;
   const uint32_t* const pos = s.pos.get() + begin;
@@ -191,8 +246,10 @@ void Horizon::number(uint32_t p, Scratch& s, HorizonBatch& batch) {
   uint32_t* const count = s.count.get() + begin;
   uint32_t found = 0;
   HorizonPartition& partition = partitions_[p];
+  std::vector<uint32_t> marks = s.take_marks();
   {
     std::lock_guard lock(partition.mutex);
+    if (marks.size() < size_t{partition.indices()} + n) marks.resize(size_t{partition.indices()} + n);
     uint64_t hashes[kHashBlock];
     for (uint32_t b = 0; b < n; b += kHashBlock) {
       const uint32_t m = std::min<uint32_t>(kHashBlock, n - b);
@@ -203,43 +260,54 @@ void Horizon::number(uint32_t p, Scratch& s, HorizonBatch& batch) {
         if (i + kBucketAhead < m) partition.prefetch_bucket(hashes[i + kBucketAhead]);
         if (i + kEntryAhead < m) partition.prefetch_entry(hashes[i + kEntryAhead]);
         const uint32_t index = partition.find_or_insert(keys[b + i], hashes[i]);
-        HorizonEntry& e = partition.entry(index);
-        if (e.mark >= found || unique[e.mark] != index) {
-          e.mark = found;
+        uint32_t& mark = marks[index];
+        if (mark >= found || unique[mark] != index) {
+          mark = found;
           count[found] = 0;
           unique[found++] = index;
-          ++e.uses;
+          ++partition.entry(index).uses;
         }
-        local[b + i] = e.mark;
-        ++count[e.mark];
+        local[b + i] = mark;
+        ++count[mark];
       }
     }
   }
+  s.give_marks(std::move(marks));
   s.uniques[p] = found;
-  uint32_t* const order = batch.order_.get() + begin;
+  uint32_t* const order = s.order.get() + begin;
   uint32_t at = 0;
   for (uint32_t u = 0; u < found; ++u) at += std::exchange(count[u], at);
-  for (uint32_t j = 0; j < n; ++j) order[count[local[j]]++] = pos[j];
+  for (uint32_t j = 0; j < n; ++j) order[count[local[j]]++] = pos[j] << 1;
   // count[u] is now the end of key u, and thus the begin of key u + 1.
-  if (found > 0) order[0] |= kFirst;
-  for (uint32_t u = 0; u + 1 < found; ++u) order[count[u]] |= kFirst;
+  if (found > 0) order[0] |= 1;
+  for (uint32_t u = 0; u + 1 < found; ++u) order[count[u]] |= 1;
 }
 
-void Horizon::collect_numbers(Scratch& s, HorizonBatch& batch) {
-  std::array<uint32_t, kMaxPartitions + 1> first{};
-  for (uint32_t p = 0; p < count_; ++p) first[p + 1] = first[p] + s.uniques[p];
-  batch.unique_ = first[count_];
-  batch.numbers_ = Recycled<uint32_t>(batch.unique_);
-  const uint32_t per_range = count_ / HorizonBatch::kRanges;
-  for (uint32_t r = 0; r <= HorizonBatch::kRanges; ++r) {
-    batch.first_id_[r] = s.begin[r * per_range];
-    batch.first_key_[r] = first[r * per_range];
+void Horizon::pack(Scratch& s, HorizonBatch& batch) {
+  std::vector<uint32_t>& first = batch.first_key_;
+  uint32_t most = 0;
+  for (uint32_t p = 0; p < count_; ++p) {
+    first[p + 1] = first[p] + s.uniques[p];
+    std::copy_n(s.unique.get() + s.begin[p], s.uniques[p], s.count.get() + first[p]);
   }
-  tier_.pool().parallel(HorizonBatch::kRanges, [&](size_t r) {
-    for (auto p = static_cast<uint32_t>(r * per_range); p < (r + 1) * per_range; ++p) {
-      for (uint32_t u = 0; u < s.uniques[p]; ++u) batch.numbers_[first[p] + u] = p << 24 | s.unique[s.begin[p] + u];
+  batch.unique_ = first[count_];
+  for (size_t u = 0; u < batch.unique_; ++u) most = std::max(most, s.count[u]);
+  const uint32_t per_range = count_ / HorizonBatch::kRanges;
+  for (uint32_t r = 0; r <= HorizonBatch::kRanges; ++r) batch.first_id_[r] = s.begin[r * per_range];
+  batch.order_ = packed(s.order.get(), batch.ids_, static_cast<uint32_t>(2 * batch.ids_ + 1));
+  batch.indices_ = packed(s.count.get(), batch.unique_, most);
+}
+
+PackedArray Horizon::packed(const uint32_t* numbers, size_t n, uint32_t most) {
+  constexpr size_t kBlock = PackedArray::kBlock;
+  PackedArray array(n, most);
+  const size_t blocks = (n + kBlock - 1) / kBlock, tasks = n / kRangeIds + 1;
+  tier_.pool().parallel(tasks, [&](size_t t) {
+    for (size_t b = blocks * t / tasks; b < blocks * (t + 1) / tasks; ++b) {
+      array.store_block(b, numbers + b * kBlock, std::min(kBlock, n - b * kBlock));
     }
   });
+  return array;
 }
 
 // ---- load
@@ -429,25 +497,22 @@ void Horizon::release(HorizonBatch& batch) {
 }
 
 void Horizon::release_range(const HorizonBatch& batch, size_t range, Unpins* unpins) {
-  const uint32_t end = batch.first_key_[range + 1];
-  for (uint32_t u = batch.first_key_[range]; u < end;) {
-    const uint32_t p = batch.numbers_[u] >> 24;
-    HorizonPartition& partition = partitions_[p];
-    std::lock_guard lock(partition.mutex);
-    for (; u < end && batch.numbers_[u] >> 24 == p; ++u) {
-      const uint32_t index = batch.numbers_[u] & kIndexMask;
-      const uint32_t next = batch.numbers_[std::min<uint32_t>(u + kEntryAhead, end - 1)];
-      __builtin_prefetch(&partitions_[next >> 24].entry(next & kIndexMask), 1);
-      HorizonEntry& e = partition.entry(index);
-      if (--e.uses > 0) continue;
-      // The sweep erases a key that it has still to visit or that it is loading.
-      if (e.slot == HorizonEntry::kPending || e.slot == HorizonEntry::kLoading) continue;
-      if (HorizonEntry::pinned(e.slot)) {
-        unpins->slots.push_back(e.slot);
-        unpins->keys.push_back(e.key);
-      }
-      partition.erase(index);
+  std::unique_lock<std::mutex> lock;
+  for (HorizonBatch::Walk walk(batch, range); walk.next();) {
+    HorizonPartition& partition = partitions_[walk.partition()];
+    if (lock.mutex() != &partition.mutex) {
+      lock = {};  // unlock first: two mutexes of partitions are never held at once
+      lock = std::unique_lock(partition.mutex);
     }
+    HorizonEntry& e = walk.entry();
+    if (--e.uses > 0) continue;
+    // The sweep erases a key that it has still to visit or that it is loading.
+    if (e.slot == HorizonEntry::kPending || e.slot == HorizonEntry::kLoading) continue;
+    if (HorizonEntry::pinned(e.slot)) {
+      unpins->slots.push_back(e.slot);
+      unpins->keys.push_back(e.key);
+    }
+    partition.erase(walk.index());
   }
 }
 
@@ -461,7 +526,9 @@ void Horizon::drop() {
   dropped_ = true;
   std::vector<uint32_t> kept;
   for (const HorizonBatch* batch : taken_) {
-    kept.insert(kept.end(), batch->numbers_.get(), batch->numbers_.get() + batch->unique_);
+    for (size_t r = 0; r < HorizonBatch::kRanges; ++r) {
+      for (HorizonBatch::Walk walk(*batch, r); walk.next();) kept.push_back(walk.partition() << 24 | walk.index());
+    }
   }
   std::sort(kept.begin(), kept.end());
   Unpins unpins;
@@ -491,7 +558,7 @@ size_t Horizon::unique() const {
 }
 
 size_t Horizon::bytes() const {
-  size_t sum = sizeof(*this) + count_ * sizeof(HorizonPartition) + batch_bytes_;
+  size_t sum = sizeof(*this) + count_ * sizeof(HorizonPartition) + batch_bytes_ + marks_bytes_;
   for (uint32_t p = 0; p < count_; ++p) sum += partitions_[p].bytes();
   return sum;
 }

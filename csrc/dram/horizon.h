@@ -5,7 +5,7 @@
 // dense reads. The horizon is a hash table of all keys of the window, divided by the top bits of the hash:
 //
 //   add        numbers the keys of a batch, and deduplicates it: the ids are hashed once, for the look-ahead and for
-//              training. Keeps 4 bytes per id and per unique key
+//              training. Keeps 18 bits per id and 12 to 18 per unique key of a batch of 100,000 ids
 //   load       the sweep: visits the partitions in a cycle. A visit loads and pins the keys added since the last one,
 //              so a batch is loaded one cycle after it was added. Several parts of a sweep may be loaded at once, so
 //              that the store reads while other parts are gathered, pinned and published
@@ -26,7 +26,7 @@
 
 #include "dram/horizon_partition.h"
 #include "dram/tier.h"
-#include "util/recycled.h"
+#include "util/packed_array.h"
 
 namespace thermocline {
 
@@ -40,7 +40,9 @@ class HorizonBatch {
 
   size_t ids() const { return ids_; }
   size_t unique() const { return unique_; }
-  size_t bytes() const { return (ids_ + unique_) * sizeof(uint32_t) + sizeof(*this); }
+  size_t bytes() const {
+    return order_.bytes() + indices_.bytes() + first_key_.size() * sizeof(uint32_t) + sizeof(*this);
+  }
   // Whether the sweep has visited all keys since the batch was added.
   bool loaded() const;
   // The part of a cycle that the sweep has to visit until loaded().
@@ -67,15 +69,17 @@ class HorizonBatch {
  private:
   friend class Horizon;
   static constexpr size_t kRanges = 16;  // of the partitions, for parallel loops
-  HorizonBatch(Horizon& horizon, size_t ids) : horizon_(horizon), ids_(ids), order_(ids) {}
+  class Walk;
+  HorizonBatch(Horizon& horizon, size_t ids);
 
   Horizon& horizon_;
   const size_t ids_;
   size_t unique_ = 0;
-  Recycled<uint32_t> order_;    // [ids_] positions grouped by key; kFirst marks the first of each key
-  Recycled<uint32_t> numbers_;  // [unique_] partition << 24 | index of the key, in the order of partitions
-  std::array<uint32_t, kRanges + 1> first_id_{}, first_key_{};  // of each range, in order_ and numbers_
-  uint64_t loaded_at_ = 0;                                      // value of Horizon::position_
+  PackedArray order_;    // [ids_] positions grouped by key, times two; bit 0 marks the first of each key
+  PackedArray indices_;  // [unique_] of the keys in their partitions, in the order of partitions
+  std::array<uint32_t, kRanges + 1> first_id_{};  // of each range, in order_
+  std::vector<uint32_t> first_key_;               // of each partition, in indices_, and their end
+  uint64_t loaded_at_ = 0;                        // value of Horizon::position_
   std::atomic<bool> released_{false};
 };
 
@@ -104,7 +108,7 @@ class HorizonPart {
 class Horizon {
  public:
   static constexpr uint32_t kMaxPartitions = 256;
-  static constexpr size_t kScratchBytes = 29;  // per id of the largest batch: working memory of add()
+  static constexpr size_t kScratchBytes = 33;  // per id of the largest batch: working memory of add()
   static constexpr size_t kPartBytes = 37;     // per key of a part: HorizonPart, and working memory of load_part()
 
   // `tier` must outlive the horizon. `training`: the batches will pull their rows; else they will read() them.
@@ -144,8 +148,9 @@ class Horizon {
   };
 
   void scatter(const uint64_t* ids, size_t n, Scratch& s);
-  void number(uint32_t p, Scratch& s, HorizonBatch& batch);
-  void collect_numbers(Scratch& s, HorizonBatch& batch);
+  void number(uint32_t p, Scratch& s);
+  void pack(Scratch& s, HorizonBatch& batch);
+  PackedArray packed(const uint32_t* numbers, size_t n, uint32_t most);
   void publish(HorizonPart& part, const std::vector<uint32_t>& slots);
   void put_back(HorizonPart& part);
   void end_part(HorizonPart& part);
@@ -160,6 +165,7 @@ class Horizon {
   const int shift_;       // of a hash: its partition
   std::unique_ptr<HorizonPartition[]> partitions_;
   std::unique_ptr<Scratch> scratch_;  // of the adding thread
+  std::atomic<size_t> marks_bytes_{0};
 
   // The sweep. Written under sweep_mutex_, which is locked before the mutex of a partition.
   std::mutex sweep_mutex_;

@@ -19,10 +19,10 @@ namespace thermocline {
 // A key of a horizon.
 struct HorizonEntry {
   uint64_t key;
-  uint32_t slot;  // of the pinned row, or one of the values below; read without the mutex by Horizon::take()
+  // Of the pinned row, or one of the values below; read without the mutex by Horizon::take(). Of an erased key: the
+  // next one in the list of free indices.
+  uint32_t slot;
   uint32_t uses;  // batches, added and not released, that have the key
-  uint32_t mark;  // index among the unique keys of the batch being added, if that batch has the key
-  uint32_t next_free;
 
   static constexpr uint32_t kPending = ~uint32_t{0};  // in HorizonPartition::pending
   static constexpr uint32_t kLoading = ~uint32_t{0} - 1;
@@ -31,6 +31,7 @@ struct HorizonEntry {
   uint32_t load_slot() const { return std::atomic_ref(const_cast<uint32_t&>(slot)).load(std::memory_order_acquire); }
   void store_slot(uint32_t value) { std::atomic_ref(slot).store(value, std::memory_order_release); }
 };
+static_assert(sizeof(HorizonEntry) == 16);
 
 // Thread safety: the caller holds `mutex`, except for entry() of a key that an unreleased batch uses, and for the
 // counters. Entries never move.
@@ -75,8 +76,8 @@ class HorizonPartition {
     const uint32_t index = new_index();
     filled_ += tomb == table_.size();
     table_[tomb == table_.size() ? at : tomb] = tag << 24 | index;
-    HorizonEntry& e = entry(index);
-    e = {key, HorizonEntry::kPending, 0, ~uint32_t{0}, kNone};
+    entry(index) = {key, HorizonEntry::kPending, 0};
+    if (pending.size() == pending.capacity()) pending.reserve(pending.size() + pending.size() / 8 + 16);
     pending.push_back(index);
     return index;
   }
@@ -88,7 +89,7 @@ class HorizonPartition {
     size_t at = bucket(hash);
     while (table_[at] != wanted) at = after(at);
     table_[at] = kTomb;
-    e.next_free = std::exchange(free_, index);
+    e.slot = std::exchange(free_, index);
     live_.store(live() - 1, std::memory_order_relaxed);
   }
 
@@ -99,6 +100,7 @@ class HorizonPartition {
     }
   }
 
+  uint32_t indices() const { return used_; }  // all indices are below
   uint32_t live() const { return live_.load(std::memory_order_relaxed); }
   size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
 
@@ -116,7 +118,7 @@ class HorizonPartition {
     live_.store(live() + 1, std::memory_order_relaxed);
     if (free_ != kNone) {
       const uint32_t index = free_;
-      free_ = entry(index).next_free;
+      free_ = entry(index).slot;
       return index;
     }
     const uint32_t i = used_ + kFirstChunk;
@@ -155,7 +157,7 @@ class HorizonPartition {
   std::vector<uint32_t> table_;  // open addressing: tag << 24 | index
   size_t filled_ = 0;            // buckets that are not empty
   uint32_t used_ = 0;            // indices given out so far
-  uint32_t free_ = kNone;        // list of erased indices, through next_free
+  uint32_t free_ = kNone;        // list of erased indices, through HorizonEntry::slot
   std::atomic<uint32_t> live_{0};
   std::atomic<size_t> bytes_{0};
 };

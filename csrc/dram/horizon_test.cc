@@ -77,6 +77,33 @@ TEST(Horizon, BatchesAreDeduplicatedWhateverElseTheWindowHas) {
   }
 }
 
+TEST(Horizon, MemoryPerIdAndPerKeyIsBounded) {
+  DramTier tier(options(512 << 20), nullptr);
+  Horizon horizon(tier);
+  CHECK_EQ(horizon.partitions(), 256u);
+  std::mt19937_64 random(6);
+  const size_t empty = horizon.bytes();
+  std::deque<BatchPtr> window;
+  size_t of_batches = 0;
+  for (int b = 0; b < 40; ++b) {
+    Ids ids(100000);
+    for (auto& id : ids) id = random() % 400000;
+    window.push_back(add(horizon, ids));
+    const HorizonBatch& batch = *window.back();
+    // 18 bits per id; a key's index needs at most 11 bits: a partition has 1,563 +- 40 keys.
+    CHECK(batch.bytes() <= (100000 * 18 + batch.unique() * 11) / 8 + 257 * 4 + 512);
+    of_batches += batch.bytes();
+    while (horizon.load(1 << 14)) {
+    }
+  }
+  const size_t keys = horizon.unique();
+  CHECK(keys > 390000);
+  // Entry 16, hash table 5.4 to 7.2, list of the keys to load up to 5, marks of one partition.
+  CHECK(horizon.bytes() - of_batches - empty <= keys * 28 + 16384);
+  window.clear();
+  tier.check(true);
+}
+
 TEST(Horizon, RowsArePinnedUntilNoBatchOfTheWindowUsesThem) {
   MapStore store(kLayout.bytes());
   DramTier tier(options(1 << 20), &store);

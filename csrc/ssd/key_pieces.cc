@@ -8,14 +8,18 @@
 namespace thermocline::ssd {
 namespace {
 
-constexpr size_t kGroupKeys = 512;  // about, of one group
+constexpr size_t kGroupKeys = 512;   // about, of one group
+constexpr size_t kLeastMost = 2048;  // the last pieces of the largest lookups
 constexpr size_t kRangeKeys = 32768;
 constexpr size_t kPrefetchAhead = 16;
 
 }  // namespace
 
 KeyPieces::KeyPieces(const uint64_t* keys, size_t n, size_t workers, size_t least, ThreadPool& pool)
-    : keys_(keys), n_(n), workers_(workers), least_(std::min(least, kMostKeys)) {
+    : keys_(keys),
+      n_(n),
+      workers_(workers),
+      least_(std::clamp(n / (16 * workers), least, std::max(least, kLeastMost))) {
   if (n > kMostKeys) {
     divide(pool);
     return;

@@ -20,8 +20,8 @@ class KeyPieces {
  public:
   static constexpr size_t kMostKeys = 16384;  // of one piece
 
-  // For `workers` threads that call next(); the division runs on the pool. No piece but the last has fewer than `least`
-  // keys.
+  // For `workers` threads that call next(); the division runs on the pool. `least`: keys of the smallest piece. Larger
+  // lookups have larger ones: each extent of the log is in hash order, so pieces read its pages at their borders again.
   KeyPieces(const uint64_t* keys, size_t n, size_t workers, size_t least, ThreadPool& pool);
 
   // Fills `items` with the next piece, sorted by hash. False: none is left. `scratch` is working memory. Pieces become

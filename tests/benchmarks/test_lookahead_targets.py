@@ -50,19 +50,21 @@ def test_the_claims_compare_medians(load: Any) -> None:
         memory = {"counted": counted, "budget": 1.0}
         return {"examples_per_s": rate, "steady": steady, "horizon": 9, "ramp_seconds": 1.0, "memory": memory}
 
-    def claims(ssd: list[float], counted: float = 0.5) -> list[bool]:
+    def claims(ssd: list[float], counted: float = 0.5, others: float = 0.05) -> list[Any]:
         laps = [lap(rate, counted) for rate in ssd]
-        return [
-            c.met for c in load("lookahead").claims_of({"dnn": {"memory": [lap(100.0)], "ssd": laps, "cold": lap(1)}})
-        ]
+        result = {"memory": [lap(100.0)], "ssd": laps, "cold": lap(1), "others_cpu": others}
+        out: list[Any] = load("lookahead").claims_of({"dnn": result})
+        return out
 
-    assert claims([91.0, 92.0, 10.0]) == [True, True]
-    assert claims([89.0, 92.0, 10.0]) == [False, True]
-    assert claims([95.0], counted=1.01) == [True, False]
-    detail = (
-        load("lookahead").claims_of({"dnn": {"memory": [lap(100.0)], "ssd": [lap(95.0)], "cold": lap(1)}})[0].detail
-    )
-    assert "20.0 and 20.0 ms of processor time per step" in detail
+    def met(ssd: list[float], **changes: float) -> list[bool]:
+        return [claim.met for claim in claims(ssd, **changes)]
+
+    assert met([91.0, 92.0, 10.0]) == [True, True]
+    assert met([89.0, 92.0, 10.0]) == [False, True]
+    assert met([95.0], counted=1.01) == [True, False]
+    assert met([95.0], others=0.051) == [False, True]  # the time is not valid, the memory is
+    assert not claims([95.0], others=0.051)[0].valid
+    assert "20.0 and 20.0 ms of processor time per step" in claims([95.0])[0].detail
 
 
 # ---- ssd_billion.py

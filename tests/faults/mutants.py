@@ -249,8 +249,8 @@ MUTANTS = [
     Mutant(
         "the look-ahead unpins a row that another batch of the window uses",
         "dram/horizon.cc",
-        "      if (--e.uses > 0) continue;\n",
-        "      --e.uses;\n",
+        "    if (--e.uses > 0) continue;\n",
+        "    --e.uses;\n",
     ),
     Mutant(
         "a batch of the look-ahead that is freed keeps its rows",
@@ -267,8 +267,8 @@ MUTANTS = [
     Mutant(
         "dropping the look-ahead unpins the rows of a batch in training",
         "dram/horizon.cc",
-        "    kept.insert(kept.end(), batch->numbers_.get(), batch->numbers_.get() + batch->unique_);\n",
-        "    (void)batch;\n",
+        " kept.push_back(walk.partition() << 24 | walk.index());\n",
+        " {}\n",
     ),
     Mutant(
         "the look-ahead of evaluation inserts initial rows",

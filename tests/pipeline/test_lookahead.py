@@ -626,9 +626,9 @@ def lengths(sweeps: int, reads: Callable[[int], float], cost: Callable[[int], fl
 
 
 def test_the_horizon_grows_until_reads_become_dearer() -> None:
-    dearer = lengths(12, lambda size: 100 if size < 16 else 130, lambda _: 10)  # short horizons save nothing yet
-    assert dearer[:5] == [1, 2, 4, 8, 16]
-    assert set(dearer[5:]) == {16}
+    dearer = lengths(13, lambda size: size + 100, lambda _: 10)  # short horizons save nothing yet
+    assert dearer[:7] == [1, 2, 4, 8, 16, 32, 64]
+    assert dearer[7:] == [64, 64, 64, 64, 128, 128]  # tried again after four sweeps
     limited = HorizonLength(5)
     for _ in range(6):
         limited.swept(limited.batches, SweepReads(0, 0), SweepReads(10, 1))
@@ -638,7 +638,7 @@ def test_the_horizon_grows_until_reads_become_dearer() -> None:
 def test_the_horizon_grows_while_the_device_becomes_slower() -> None:
     """The costs of a read that changed between two sweeps are no cost of the longer horizon."""
     assert lengths(8, lambda size: 1000 / size, lambda sweep: 10 * 3**sweep) == [1, 2, 4, 8, 16, 32, 64, 128]
-    assert lengths(8, lambda size: 10 * size, lambda sweep: 3.0**-sweep)[5:] == [16, 16, 16]
+    assert lengths(10, lambda size: 10 * size, lambda sweep: 2.0**-sweep)[6:] == [64, 64, 64, 64]
 
 
 class CountedReads:

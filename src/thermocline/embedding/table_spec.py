@@ -34,8 +34,8 @@ class LookAheadLimits:
     @classmethod
     def of(cls, lookahead: int | str, mem: int, row_bytes: int) -> LookAheadLimits | None:
         """Return the limits of a setting "auto", a number of batches, or a size. None: 0 batches disable it."""
-        # A row loaded ahead needs its slot, and about 100 bytes for the ids and keys of the batches that use it.
-        share = min(max(100 / (100 + 1.5 * (row_bytes + 40)), 1 / 16), 1 / 4)
+        # A row loaded ahead needs its slot, and about 50 bytes for the ids and keys of the batches that use it.
+        share = min(max(50 / (50 + 1.2 * (row_bytes + 40)), 1 / 16), 1 / 4)
         if lookahead == "auto":  # in less memory groups stay small, and cost more than they save
             return cls(None, int(mem * share)) if mem >= _LEAST_MEM else None
         if isinstance(lookahead, str):

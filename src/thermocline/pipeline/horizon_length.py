@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 _MOST_LOSS = 0.05
 """The length is doubled unless the last doubling raised the cost of reads per batch by this share."""
-_LEAST_JUDGED = 16
-"""Shorter horizons are always doubled: the cost of their reads varies more than that."""
-_TRY_AGAIN = 16
+_LEAST_JUDGED = 64
+"""Shorter horizons are always doubled: the first ones find rows in DRAM that were there before, and seem cheap."""
+_TRY_AGAIN = 4
 """Sweeps after which a longer horizon is tried again."""
 
 

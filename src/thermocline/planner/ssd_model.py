@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 KEY_BYTES = 8
 _MAX_BRIDGED_PAGES = 15
 """Largest gap that the SSD store reads instead of issuing another request, in pages."""
-_SCRATCH_ID_BYTES = 57
-"""Per id of one batch: working memory of its deduplication (25), and restored ids of four batches."""
+_SCRATCH_ID_BYTES = 65
+"""Per id of one batch: working memory of its deduplication (33), and restored ids of four batches."""
 _PARTS_SHARE = 1 / 16
 """Largest share of the look-ahead's bytes for the parts of the sweep that are being loaded."""
-_AHEAD_KEY_BYTES = 36
+_AHEAD_KEY_BYTES = 27
 """Per unique key of the look-ahead: key, slot, uses, hash table, growth of the arrays."""
 _SWEEP_SHARE = 3 / 4
 """Batches whose rows are read together, as a share of the batches ahead."""
-_ROWS_SHARE = 3 / 4
+_ROWS_SHARE = 7 / 8
 """Share of the DRAM tier that the rows of the look-ahead may fill."""
 _MOST_BATCHES = 1 << 20
 
@@ -172,12 +172,14 @@ def plan_lookahead(work: Workload, cluster: Cluster, disk: Disk) -> LookAheadPla
 def _batch_bytes(work: Workload, world: int) -> float:
     """Bytes of a batch in flight: ids, offsets unless every bag has one id, dense features, labels.
 
-    Of one rank, 4 bytes per id and per unique key; over ranks, ids, and as many unique keys as a rank receives.
+    Of one rank, positions of the ids, and two bytes per unique key; over ranks, ids, and as many unique keys as a rank
+    receives.
     """
     ids, unique = work.key_distribution.ids_per_example, work.key_distribution.unique_keys(work.batch)
     offsets = 0.0 if ids == work.fields else 8.0 * work.fields
-    keys = 4 * work.batch * ids if world == 1 else 8 * work.batch * ids + 4 * unique
-    return keys + 4 * unique + work.batch * (offsets + 4 * work.dense_features + 4)
+    position = math.ceil(1 + math.log2(max(2.0, work.batch * ids))) / 8
+    keys = position * work.batch * ids if world == 1 else 8 * work.batch * ids + position * unique
+    return keys + 2 * unique + work.batch * (offsets + 4 * work.dense_features + 4)
 
 
 def _largest(fits: Callable[[float], bool]) -> int:

@@ -34,9 +34,9 @@ pinned, evicted or published."""
 _PARTS_SHARE = 1 / 16
 """Largest share of the look-ahead's bytes for the parts that are being loaded."""
 _LEAST_KEYS = 16
-_ROWS_SHARE = 3 / 4
-"""Share of the tier that the rows of a horizon may fill."""
-_PINNED_SHARE = 7 / 8
+_ROWS_SHARE = 7 / 8
+"""Share of the tier that the rows of a horizon may fill, also those that are not loaded yet."""
+_PINNED_SHARE = 15 / 16
 """Share of the tier that may be pinned; the rest is for rows that batches in flight pull themselves."""
 
 
