@@ -1,6 +1,8 @@
 #include "admission/filter.h"
 
 #include <algorithm>
+#include <bit>
+#include <numeric>
 #include <unordered_map>
 #include <utility>
 
@@ -11,11 +13,12 @@ namespace thermocline {
 
 namespace {
 
-constexpr size_t kBlock = 64;  // ids whose memory is requested before it is read
-constexpr size_t kAhead = 8;   // likewise, of ids that are counted
+constexpr size_t kBlock = 64;  // keys whose memory is requested before it is read
+constexpr size_t kAhead = 8;   // likewise, of keys that are counted
 constexpr size_t kFirstSlots = 1024;
 constexpr uint32_t kTrained = 1;
 constexpr uint32_t kPlanned = 2;
+constexpr uint32_t kNone = ~uint32_t{0};
 
 }  // namespace
 
@@ -47,12 +50,8 @@ void AdmissionFilter::look_up(const uint64_t* ids, size_t n, Fn&& found) const {
   }
 }
 
-uint64_t AdmissionFilter::plan(const uint64_t* ids, size_t n, uint8_t* refused, const uint8_t* counted) {
-  std::lock_guard lock(mutex_);
-  Log log;
-  log.batch = planned_ + 1;
-  log.dropped_before = dropped_;
-  log.ids = n;
+// Sets waiting_ to the positions of the ids that are not admitted yet.
+void AdmissionFilter::find_waiting(const uint64_t* ids, size_t n, uint8_t* refused) {
   waiting_.resize(n);
   size_t waiting = 0;
   look_up(ids, n, [&](size_t i, uint32_t value) {
@@ -60,57 +59,72 @@ uint64_t AdmissionFilter::plan(const uint64_t* ids, size_t n, uint8_t* refused, 
     waiting_[waiting] = static_cast<uint32_t>(i);
     waiting += value == 0;
   });
-  log.keys.reserve(counters_ ? waiting : 0);
-  for (size_t w = 0; w < waiting; ++w) {
-    if (w + kAhead < waiting) prefetch(ids[waiting_[w + kAhead]]);
-    const size_t i = waiting_[w];
-    if ((counted && !counted[i]) || admitted_.get(ids[i]) != 0) continue;  // an earlier occurrence may have admitted it
-    if (count(ids[i], i, log)) {
-      admitted_.set_growing(ids[i], kPlanned);
-      log.admitted.push_back(ids[i]);
-    }
-  }
-  log.refused = waiting;
-  if (!log.admitted.empty()) {
-    for (size_t w = 0; w < waiting; ++w) {
-      const size_t i = waiting_[w];
-      refused[i] = admitted_.get(ids[i]) == 0;
-      log.refused -= !refused[i];
-    }
-  }
-  planned_ = log.batch;
-  logs_.push_back(std::move(log));
+  waiting_.resize(waiting);
+}
+
+uint64_t AdmissionFilter::plan(const uint64_t* ids, size_t n, uint8_t* refused, const uint8_t* counted) {
+  std::lock_guard lock(mutex_);
+  find_waiting(ids, n, refused);
+  group_waiting(ids, counted);
+  decide(n);
+  for (size_t w = 0; w < waiting_.size(); ++w) refused[waiting_[w]] = occurrences_[numbers_[w]].refused;
   return planned_;
+}
+
+// Sets occurrences_ to the unique keys of the waiting ids, in the order of their first occurrence, and numbers_ to the
+// index of each waiting id there.
+void AdmissionFilter::group_waiting(const uint64_t* ids, const uint8_t* counted) {
+  const size_t mask = std::bit_ceil(2 * waiting_.size() + 2) - 1;
+  table_.assign(mask + 1, kNone);
+  numbers_.resize(waiting_.size());
+  occurrences_.clear();
+  for (size_t w = 0; w < waiting_.size(); ++w) {
+    const size_t i = waiting_[w];
+    size_t at = hash_key(ids[i]) & mask;
+    while (table_[at] != kNone && occurrences_[table_[at]].key != ids[i]) at = (at + 1) & mask;
+    if (table_[at] == kNone) {
+      table_[at] = static_cast<uint32_t>(occurrences_.size());
+      occurrences_.push_back({.key = ids[i]});
+    }
+    numbers_[w] = table_[at];
+    Occurrences& of_key = occurrences_[numbers_[w]];
+    const bool counts = !counted || counted[i];
+    of_key.counted += rule_.kind == AdmissionKind::kProbability ? counts && drawn(ids[i], planned_ + 1, i) : counts;
+    ++of_key.all;
+  }
 }
 
 uint64_t AdmissionFilter::plan_keys(const uint64_t* keys, const uint32_t* counted, const uint32_t* all, size_t n,
                                     uint8_t* refused) {
   std::lock_guard lock(mutex_);
+  find_waiting(keys, n, refused);
+  occurrences_.clear();
+  for (uint32_t i : waiting_) occurrences_.push_back({.key = keys[i], .counted = counted[i], .all = all[i]});
+  decide(std::accumulate(all, all + n, uint64_t{0}));
+  for (size_t w = 0; w < waiting_.size(); ++w) refused[waiting_[w]] = occurrences_[w].refused;
+  return planned_;
+}
+
+// Plans a batch of `ids` ids: counts occurrences_, and decides about each.
+void AdmissionFilter::decide(uint64_t ids) {
   Log log;
   log.batch = planned_ + 1;
   log.dropped_before = dropped_;
-  waiting_.resize(n);
-  size_t waiting = 0;
-  look_up(keys, n, [&](size_t i, uint32_t value) {
-    log.ids += all[i];
-    refused[i] = value == 0;
-    waiting_[waiting] = static_cast<uint32_t>(i);
-    waiting += value == 0;
-  });
-  for (size_t w = 0; w < waiting; ++w) {
-    if (w + kAhead < waiting) prefetch(keys[waiting_[w + kAhead]]);
-    const size_t i = waiting_[w];
-    if (counted[i] != 0 && count_all(keys[i], counted[i], log)) {
-      admitted_.set_growing(keys[i], kPlanned);
-      log.admitted.push_back(keys[i]);
-      refused[i] = 0;
+  log.ids = ids;
+  log.keys.reserve(counters_ ? occurrences_.size() : 0);
+  for (size_t k = 0; k < occurrences_.size(); ++k) {
+    if (k + kAhead < occurrences_.size()) prefetch(occurrences_[k + kAhead].key);
+    Occurrences& of_key = occurrences_[k];
+    of_key.refused = of_key.counted == 0 || !count(of_key.key, of_key.counted, log);
+    if (of_key.refused) {
+      log.refused += of_key.all;
     } else {
-      log.refused += all[i];
+      admitted_.set_growing(of_key.key, kPlanned);
+      log.admitted.push_back(of_key.key);
     }
   }
   planned_ = log.batch;
   logs_.push_back(std::move(log));
-  return planned_;
 }
 
 void AdmissionFilter::draw(const uint64_t* ids, size_t n, uint64_t batch, uint64_t first, uint8_t* chosen) const {
@@ -122,19 +136,7 @@ void AdmissionFilter::prefetch(uint64_t key) const {
   if (sketch_) sketch_->prefetch(key);
 }
 
-bool AdmissionFilter::count(uint64_t key, size_t position, Log& log) {
-  switch (rule_.kind) {
-    case AdmissionKind::kExact:
-      return count_exactly(key, 1, log);
-    case AdmissionKind::kSketch:
-      return count_in_sketch(key, log);
-    case AdmissionKind::kProbability:
-      return drawn(key, log.batch, position);
-  }
-  return true;
-}
-
-bool AdmissionFilter::count_all(uint64_t key, uint32_t occurrences, Log& log) {
+bool AdmissionFilter::count(uint64_t key, uint32_t occurrences, Log& log) {
   if (rule_.kind == AdmissionKind::kExact) return count_exactly(key, occurrences, log);
   if (rule_.kind == AdmissionKind::kProbability) return true;
   for (uint32_t i = 0; i < occurrences; ++i)

@@ -59,7 +59,8 @@ class AdmissionFilter {
   explicit AdmissionFilter(const AdmissionRule& rule);
 
   // Plans the next batch: refused[i] is 1 if ids[i] is not admitted, else 0. Returns the number of the batch, from 1.
-  // Unless null, counted[i] is 0 if ids[i] is no occurrence of its own: another one stands for it.
+  // Unless null, counted[i] is 0 if ids[i] is no occurrence of its own: another one stands for it. Equal to plan_keys
+  // with the unique keys in the order of their first occurrence.
   uint64_t plan(const uint64_t* ids, size_t n, uint8_t* refused, const uint8_t* counted = nullptr);
 
   // Plans the next batch, given its unique keys with their numbers of occurrences, at least 1 each: all of them, and
@@ -113,6 +114,12 @@ class AdmissionFilter {
     uint64_t cell;
     CountSketch::Cell before;
   };
+  // Occurrences of a key in the present batch: all, and those that count or were drawn.
+  struct Occurrences {
+    uint64_t key = 0;
+    uint32_t counted = 0, all = 0;
+    bool refused = true;
+  };
   struct Log {
     uint64_t batch = 0;
     uint64_t dropped_before = 0;
@@ -126,8 +133,10 @@ class AdmissionFilter {
   template <typename Fn>
   void look_up(const uint64_t* ids, size_t n, Fn&& found) const;
   void prefetch(uint64_t key) const;
-  bool count(uint64_t key, size_t position, Log& log);
-  bool count_all(uint64_t key, uint32_t occurrences, Log& log);
+  void find_waiting(const uint64_t* ids, size_t n, uint8_t* refused);
+  void group_waiting(const uint64_t* ids, const uint8_t* counted);
+  void decide(uint64_t ids);
+  bool count(uint64_t key, uint32_t occurrences, Log& log);
   bool count_exactly(uint64_t key, uint32_t occurrences, Log& log);
   bool count_in_sketch(uint64_t key, Log& log);
   void drop_smallest(Log& log);
@@ -146,7 +155,11 @@ class AdmissionFilter {
   uint64_t dropped_ = 0;
   std::deque<Log> logs_;  // of the batches trained_ + 1 .. planned_
   AdmissionStats totals_;
-  std::vector<uint32_t> waiting_;  // positions of the present batch whose keys are not admitted
+  // Working memory of a plan.
+  std::vector<uint32_t> waiting_;         // positions of the batch whose keys are not admitted
+  std::vector<Occurrences> occurrences_;  // of their unique keys
+  std::vector<uint32_t> numbers_;         // [waiting_.size()] into occurrences_
+  std::vector<uint32_t> table_;           // hash table: into occurrences_
 };
 
 }  // namespace thermocline

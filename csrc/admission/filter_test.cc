@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "dram/dedup.h"
 #include "testing/test.h"
 #include "util/error.h"
 
@@ -303,6 +304,34 @@ TEST(Admission, CountsOfKeysGiveTheDecisionsOfTheirOccurrences) {
     CHECK_EQ(ids_filter.stats().ids_refused, keys_filter.stats().ids_refused);
     CHECK_EQ(ids_filter.stats().keys_admitted, keys_filter.stats().keys_admitted);
     CHECK(ids_filter.save().counts == keys_filter.save().counts);
+  }
+}
+
+// Also where counters are dropped, and where keys collide in a sketch.
+TEST(Admission, IdsAreCountedAsTheirKeysInTheOrderOfFirstOccurrence) {
+  const AdmissionRule rules[] = {{.count = 4, .memory = 100 * KeyCounts::kSlotBytes},
+                                 {.kind = AdmissionKind::kSketch, .count = 4, .memory = 4 * 2 * 40}};
+  Dedup dedup(1);
+  for (const AdmissionRule& rule : rules) {
+    std::mt19937_64 random(8);
+    AdmissionFilter ids_filter(rule), keys_filter(rule);
+    for (uint64_t batch = 1; batch <= 60; ++batch) {
+      const Batch ids = random_batch(random, 100, 300);
+      const WorkingSet set = dedup.run(ids.data(), ids.size());
+      std::vector<uint32_t> counts(set.unique);
+      for (size_t u = 0; u < set.unique; ++u) counts[u] = set.starts[u + 1] - set.starts[u];
+      std::vector<uint8_t> of_keys(set.unique), of_ids;
+      keys_filter.plan_keys(set.keys.get(), counts.data(), counts.data(), set.unique, of_keys.data());
+      for (size_t i = 0; i < ids.size(); ++i) of_ids.push_back(of_keys[set.inverse[i]]);
+      CHECK(plan(ids_filter, ids) == of_ids);
+      ids_filter.train(batch, true);
+      keys_filter.train(batch, true);
+      const AdmissionState a = ids_filter.save(), b = keys_filter.save();
+      CHECK(a.keys == b.keys && a.counts == b.counts && a.cells == b.cells);
+      CHECK_EQ(a.dropped, b.dropped);
+    }
+    if (rule.kind == AdmissionKind::kExact) CHECK(ids_filter.stats().counters_dropped > 0);
+    CHECK_EQ(ids_filter.stats().ids_refused, keys_filter.stats().ids_refused);
   }
 }
 

@@ -9,7 +9,9 @@
 #include <vector>
 
 #include "admission/filter.h"
+#include "admission/split.h"
 #include "bind/bind.h"
+#include "bind/to_numpy.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -64,6 +66,49 @@ void peek(const AdmissionFilter& self, KeysArg keys, BytesArg refused) {
 void read(const AdmissionFilter& self, KeysArg ids, BytesArg refused) {
   require(refused.size() == ids.size(), "refused must have one byte per id");
   unlocked([&, k = ids.data(), n = ids.size(), r = refused.data()] { self.read(k, n, r); });
+}
+
+auto split(KeysArg ids, std::optional<Array<int64_t>> offsets, std::optional<Array<float>> weights,
+           Array<uint8_t> refused) {
+  require(ids.size() < UINT32_MAX && refused.size() == ids.size() && (!weights || weights->size() == ids.size()) &&
+              (!offsets || offsets->size() != 0),
+          "refused and weights must have one element per id, and offsets one more than there are bags");
+  const Bags bags{.ids = ids.size(),
+                  .offsets = offsets ? offsets->data() : nullptr,
+                  .bags = offsets ? offsets->size() - 1 : ids.size(),
+                  .weights = weights ? weights->data() : nullptr,
+                  .mean = false};
+  SplitBags out = unlocked([&, k = ids.data(), r = refused.data()] {
+    check_offsets(bags);
+    return split_bags(k, bags, r);
+  });
+  using Weights = std::optional<decltype(to_numpy(Recycled<float>(), 0))>;
+  Weights kept, others;
+  if (weights) {
+    kept = to_numpy(std::move(out.weights), out.kept);
+    others = to_numpy(std::move(out.other_weights), out.others);
+  }
+  return std::make_tuple(to_numpy(std::move(out.ids), out.kept), to_numpy(std::move(out.offsets), bags.bags + 1), kept,
+                         to_numpy(std::move(out.other_ids), out.others),
+                         to_numpy(std::move(out.other_offsets), out.places + 1), others,
+                         to_numpy(std::move(out.place), out.places));
+}
+
+auto split_set(KeysArg keys, Array<uint32_t> inverse, Array<uint32_t> starts, Array<uint32_t> order,
+               Array<uint8_t> refused) {
+  const size_t n = inverse.size();
+  require(order.size() == n && refused.size() == n && starts.size() == keys.size() + 1,
+          "a working set has arrays of other lengths");
+  const WorkingSetView all{n, keys.size(), keys.data(), inverse.data(), starts.data(), order.data()};
+  WorkingSet out = unlocked([&, r = refused.data()] {
+    bool valid = all.starts[0] == 0 && all.starts[all.unique] == n;
+    for (size_t u = 0; u < all.unique; ++u) valid &= all.starts[u] < all.starts[u + 1];
+    for (size_t i = 0; i < n; ++i) valid &= (all.inverse[i] < all.unique) & (all.order[i] < n);
+    require(valid, "a working set has an index out of range");
+    return split_working_set(all, r);
+  });
+  return std::make_tuple(to_numpy(std::move(out.keys), out.unique), to_numpy(std::move(out.inverse), out.ids),
+                         to_numpy(std::move(out.starts), out.unique + 1), to_numpy(std::move(out.order), out.ids));
 }
 
 auto save(const AdmissionFilter& self) {
@@ -143,6 +188,8 @@ void bind_admission(nb::module_& m) {
       .def("admitted", [](const AdmissionFilter& self) { return to_numpy(unlocked([&] { return self.admitted(); })); })
       .def_prop_ro("planned", &AdmissionFilter::planned)
       .def_prop_ro("stats", &AdmissionFilter::stats);
+  m.def("split_bags", &split, "ids"_a, "offsets"_a.none(), "weights"_a.none(), "refused"_a);
+  m.def("split_working_set", &split_set, "keys"_a, "inverse"_a, "starts"_a, "order"_a, "refused"_a);
 }
 
 }  // namespace thermocline

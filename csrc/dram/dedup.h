@@ -21,6 +21,15 @@ struct WorkingSet {
   Recycled<uint32_t> order;    // [ids] positions grouped by key, ascending within a key
 };
 
+// A working set in memory of others.
+struct WorkingSetView {
+  size_t ids, unique;
+  const uint64_t* keys;
+  const uint32_t* inverse;
+  const uint32_t* starts;
+  const uint32_t* order;
+};
+
 // Keeps its working memory (25 bytes per id of the largest batch so far) and its threads between calls.
 // Thread safety: all calls may run concurrently; they are executed one at a time.
 class Dedup {

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.admission import count_within
 from helpers.backends import open_table
 from helpers.ssd import SMALL
 
@@ -282,6 +283,42 @@ def test_counters_beyond_their_memory_are_dropped_with_one_warning() -> None:
     assert stats.counter_bytes <= 4096
     assert stats.counters <= 4096 // 12
     table.close()
+
+
+def skewed_batches(count: int) -> list[tc.Batch]:
+    """Batches of 100 examples of one id; a few keys are frequent."""
+    rng = np.random.default_rng(6)
+    ids = rng.geometric(0.02, (count, 100)) * rng.integers(1, 40, (count, 100))
+    return [tc.Batch(batch.astype(np.uint64), np.arange(101), 1) for batch in ids]
+
+
+@pytest.mark.parametrize("sketch", [False, True])
+def test_what_is_dropped_does_not_depend_on_tiers_or_the_look_ahead(sketch: bool, tmp_path: Path) -> None:
+    """Counters exceed their memory, keys collide in the sketch: decisions need one order of the keys of a batch."""
+    batches, admission = skewed_batches(50), tc.Admission(count=5, memory=4096, sketch=sketch)
+    expected, dropped = count_within(batches, admission)
+    assert dropped > 100
+    found = []
+    for tiers, depth, window in (("dram", 1, 1), ("dram", 4, 3), ("reference", 2, 1), ("ssd", 3, 2)):
+        table = (
+            tc.Table(4, tc.SGD(lr=0.1), mem="1MB", ssd=tmp_path, ssd_options=SMALL, lookahead=8, admission=admission)
+            if tiers == "ssd"
+            else open_table(tiers, admission=admission)
+        )
+        bag = tc.EmbeddingBag(table, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with tc.prefetch(batches, table, depth=depth, pull_window=window) as source:
+                for batch in source:
+                    bag(batch).sum().backward()
+                    table.step()
+        stats = table.admission_stats
+        assert stats is not None
+        found.append((keys_of(table), stats.counters_dropped, stats.ids_refused))
+        table.close()
+    assert all(each == found[0] for each in found)
+    if not sketch:
+        assert found[0][:2] == (expected, dropped)
 
 
 def test_probability_admits_the_same_keys_again() -> None:

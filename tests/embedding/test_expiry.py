@@ -38,6 +38,8 @@ def expected() -> dict[str, dict[str, Any]]:
 ON_CPU = [("mem", 4, 2, 0), ("ssd", 1, 1, 0), ("ssd", 4, 3, 0), ("ssd", 3, 1, 6)]
 CASES = [(rule, *tiers) for rule in RULES for tiers in ON_CPU]
 CASES += [("all", "hbm-ssd", 3, 1, 5), ("parts", "hbm", 3, 2, 0)]
+ON_GPU = [("hbm", 4, 2, 0), ("hbm-ssd", 3, 1, 6)]
+CASES += [pytest.param(rule, *tiers, marks=pytest.mark.gpu) for rule in RULES for tiers in ON_GPU]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("rule", "tiers", "depth", "pull_window", "lookahead"), CASES)

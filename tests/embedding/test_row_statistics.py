@@ -23,8 +23,17 @@ def expected() -> dict[Any, dict[str, Any]]:
     return {names: fit(make_table("reference", "", statistics=names), stream(14)) for names in SUBSETS}
 
 
+INTERPRETED = [(ALL, "hbm-ssd"), (SUBSETS[1], "hbm")]
+ON_GPU = [case for case in itertools.product(SUBSETS, ("hbm", "hbm-ssd")) if case not in INTERPRETED]
+
+
 @pytest.mark.parametrize(
-    ("names", "tiers"), [*itertools.product(SUBSETS, ("mem", "ssd")), (ALL, "hbm-ssd"), (SUBSETS[1], "hbm")]
+    ("names", "tiers"),
+    [
+        *itertools.product(SUBSETS, ("mem", "ssd")),
+        *INTERPRETED,
+        *(pytest.param(*case, marks=pytest.mark.gpu) for case in ON_GPU),
+    ],
 )
 def test_every_tier_has_the_statistics_of_the_reference(
     names: Any, tiers: str, expected: dict[Any, dict[str, Any]], tmp_path: Path

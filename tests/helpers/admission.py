@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,32 @@ class AdmissionReference(Reference):
                     self.counts[key] = self.counts.get(key, 0) + 1
                     if self.counts[key] >= self.admission.count:
                         self.admitted.add(key)
+
+
+def count_within(batches: Iterable[tc.Batch], admission: tc.Admission) -> tuple[set[int], int]:
+    """Return the keys that exact counters within `admission.memory` admit, and the number of counters dropped.
+
+    The keys of a batch are counted in the order of their first occurrence, each with all its occurrences.
+    """
+    assert admission.count is not None
+    limit = admission.memory_bytes // 12 * 4 // 5
+    counts: dict[int, int] = {}
+    admitted: set[int] = set()
+    dropped = 0
+    for batch in batches:
+        for key, occurrences in Counter(batch.ids.tolist()).items():
+            before = counts.get(key, 0)
+            if key in admitted or before + occurrences >= admission.count:
+                admitted.add(key)
+                counts.pop(key, None)
+                continue
+            if before == 0 and len(counts) >= limit:
+                largest = sorted(counts.values(), reverse=True)[limit // 2]
+                kept = {other: value for other, value in counts.items() if value > largest}
+                dropped += len(counts) - len(kept)
+                counts = kept
+            counts[key] = before + occurrences
+    return admitted, dropped
 
 
 class AdmissionReferenceBag(ReferenceBag):

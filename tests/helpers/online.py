@@ -54,7 +54,9 @@ def make_table(tiers: str, folder: Path | str, **options: Any) -> tc.Table:
     if "ssd" in tiers:
         options |= {"ssd": Path(folder) / tiers, "ssd_options": SMALL}
     if "hbm" in tiers:
-        options |= {"hbm": 20_000, "device": "interpreter"}
+        from thermocline.kernels import INTERPRETED
+
+        options |= {"hbm": 20_000, "device": "interpreter" if INTERPRETED else "cuda"}
     return tc.Table(dim, optimizer, mem=34_000 if "ssd" in tiers else "1MB", **options)
 
 

@@ -130,10 +130,10 @@ class Start(tc.Callback):
         self.watermark = trainer.progress.event_time
 
 
-def fit_rank(groups: Groups, folder: str, steps: int) -> int | None:
+def fit_rank(groups: Groups, folder: str, steps: int, window: str = "progressive_steps=2") -> int | None:
     os.environ |= {"RANK": str(groups.topology.rank), "WORLD_SIZE": str(groups.topology.world)}
     files = json.dumps([f"{folder}/{number}.csv" for number in range(2)])
-    sets = [f"data.train={files}", f"train.steps={steps}", "train.progressive_steps=2"]
+    sets = [f"data.train={files}", f"train.steps={steps}", f"train.{window}"]
     start = Start()
     with Run(tc.Config.parse(CONFIG.format(folder=folder), sets), resume=steps > 2) as run:
         run.fit(resume=steps > 2, callbacks=[start])
@@ -151,3 +151,17 @@ def test_the_watermark_is_that_of_all_ranks_and_stays_with_another_number_of_ran
     assert len(times) > 1
     assert len(set(times)) == 1, "metrics of one step have different watermarks"
     assert run_ranks(((0,),), fit_rank, str(tmp_path), 3) == times[:1]
+
+
+def test_windows_by_event_time_end_on_all_ranks_at_once(tmp_path: Path) -> None:
+    """Rank 1 is 700 s ahead: its watermarks, 1010, 1330, 1650 and 1970 s, end the windows of both, in a resumed run
+    too. Those of rank 0 alone would end windows with the steps 2 and 4."""
+    for number in range(2):
+        lines = [f"{i % 2},{700 * number + 10 * i},{i % 7},{i % 5}" for i in range(128)]
+        (tmp_path / f"{number}.csv").write_text("\n".join(["label,at,a,b", *lines, ""]))
+    for steps in (2, 4):
+        run_ranks(((0, 1),), fit_rank, str(tmp_path), steps, "progressive_time=500s")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    windows = [row for row in rows if row["event"] == "progressive"]
+    assert [(row["first_step"], row["step"], row["examples"], row["event_time"]) for row in windows] == [
+        (1, 3, 192, 1650)]  # fmt: skip

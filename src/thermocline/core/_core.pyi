@@ -133,6 +133,13 @@ class AdmissionFilter:
     @property
     def stats(self) -> AdmissionStats: ...
 
+def split_bags(
+    ids: _Keys, offsets: _Offsets | None, weights: _Floats | None, refused: npt.NDArray[np.uint8]
+) -> tuple[_Keys, _Offsets, _Floats | None, _Keys, _Offsets, _Floats | None, _Offsets]: ...
+def split_working_set(
+    keys: _Keys, inverse: _Slots, starts: _Slots, order: _Slots, refused: npt.NDArray[np.uint8]
+) -> tuple[_Keys, _Slots, _Slots, _Slots]: ...
+
 class Horizon:
     def __init__(self, tier: DramTier, training: bool) -> None: ...
     SCRATCH_BYTES: int

@@ -32,7 +32,13 @@ from thermocline.distributed.sharded_horizon import ShardedHorizon
 from thermocline.embedding.admission import Admission
 from thermocline.embedding.admission_backend import AdmissionBackend
 from thermocline.embedding.admission_plan import AdmittedPlan, AdmittedWindow, Decision, inner_plan
-from thermocline.embedding.admission_split import Refused, SplitInputs, first_reads, split_inputs
+from thermocline.embedding.admission_split import (
+    Refused,
+    SplitInputs,
+    first_reads,
+    split_inputs,
+    trained_working_set,
+)
 from thermocline.embedding.backend import LocalBackend, RowWindow
 from thermocline.embedding.batch_plan import BagInputs, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.table_spec import TableSpec
@@ -90,7 +96,6 @@ class ShardedAdmissionBackend(AdmissionBackend):
     ) -> None:
         super().__init__(cast(LocalBackend, inner), spec, admission, stores)
         self._sharded = inner
-        self._threads = spec.threads
         self._decided_again = 0
         """Largest number of a batch that any owner had planned at the last expiry."""
         self._trained_keys: list[Keys] = []
@@ -119,7 +124,11 @@ class ShardedAdmissionBackend(AdmissionBackend):
                 self._list_rows()
         decisions = self._decide(asked, groups.ahead if ahead else groups.train)
         window.inputs = [self.split(batch.inputs, made) for batch, made in zip(asked, decisions, strict=True)]
-        inner = self._sharded.stage([split.trained for split in window.inputs])
+        working_sets = [
+            trained_working_set(batch.working_set, split, self._threads)
+            for batch, split in zip(asked, window.inputs, strict=True)
+        ]
+        inner = self._sharded.stage([split.trained for split in window.inputs], working_sets=working_sets)
         window.inner = inner
         self._sharded.exchange(inner, ahead=ahead)
 

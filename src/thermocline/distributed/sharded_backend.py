@@ -92,6 +92,7 @@ class ShardedBackend(Unrecorded):
     """See `RowBackend`. `local` trains the rows that this rank owns."""
 
     groups: Groups
+    dedups_on_host = True
 
     def __init__(self, spec: TableSpec, local: ShardBackend, groups: Groups, exchange: RowExchange) -> None:
         self.spec = spec
@@ -156,10 +157,13 @@ class ShardedBackend(Unrecorded):
         assert self.hints is not None
         return self.hints.horizon(training=training)
 
-    def stage(self, inputs: Sequence[BagInputs], ahead: Sequence[Any] = ()) -> ShardedWindow:
+    def stage(
+        self, inputs: Sequence[BagInputs], ahead: Sequence[Any] = (), working_sets: Sequence[WorkingSet] = ()
+    ) -> ShardedWindow:
         for batch in ahead:
             batch.release()
-        return ShardedWindow(list(inputs), [working_set_of(batch, self.spec.threads) for batch in inputs])
+        own = list(working_sets) or [working_set_of(batch, self.spec.threads) for batch in inputs]
+        return ShardedWindow(list(inputs), own)
 
     def exchange(self, window: ShardedWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
         window.inputs += padding

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from thermocline.arrays import Floats, Keys, Mask, Rows
+from thermocline.batch import WorkingSet
 from thermocline.core import core
 from thermocline.embedding.admission import Admission
 from thermocline.embedding.admission_plan import (
@@ -32,10 +33,18 @@ from thermocline.embedding.admission_plan import (
     Decision,
     inner_plan,
 )
-from thermocline.embedding.admission_split import Refused, SplitBag, SplitInputs, all_ids, first_reads, split_inputs
+from thermocline.embedding.admission_split import (
+    Refused,
+    SplitBag,
+    SplitInputs,
+    all_ids,
+    first_reads,
+    split_inputs,
+    trained_working_set,
+)
 from thermocline.embedding.admission_state import State, join_states, load_state, save_state
 from thermocline.embedding.backend import LocalBackend, RecordedRows, RowHorizon
-from thermocline.embedding.batch_plan import BagInputs, BagSpec, Gradient, ReducedGradients
+from thermocline.embedding.batch_plan import BagInputs, BagSpec, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import BudgetError, ThermoclineError
@@ -61,6 +70,7 @@ class AdmissionBackend:
         self._stores = self._own_stores if stores is None else stores
         self.admission = admission
         self._name = spec.name
+        self._threads = spec.threads
         self._filter = core.AdmissionFilter(
             _KINDS[admission.counting],
             admission.count or 1,
@@ -100,20 +110,27 @@ class AdmissionBackend:
 
     # ---- decisions
 
-    def decide(self, inputs: BagInputs) -> Decision:
+    def decide(self, inputs: BagInputs, working_set: WorkingSet | None = None) -> Decision:
         """Plan the next training batch. Thread: the one that plans."""
         self._list_rows()
         with self._lock:
-            decision = Decision(inputs, self._count(inputs), keep=self.may_forget)
+            decision = Decision(inputs, self._count(inputs, working_set), keep=self.may_forget)
             if self.may_forget:
                 self._planned.append(decision)
             return decision
 
-    def _count(self, inputs: BagInputs) -> Refused | None:
-        ids = all_ids(inputs)
-        refused = np.empty(len(ids), np.uint8)
-        self._filter.plan(ids, refused, first_reads(inputs))
-        return refused.view(np.bool_) if refused.any() else None
+    def _count(self, inputs: BagInputs, working_set: WorkingSet | None = None) -> Refused | None:
+        """Count the ids of the inputs. With their working set, which changes no decision, only its keys are found."""
+        first = first_reads(inputs)
+        if working_set is None or first is not None or self.admission.counting == "probability":
+            ids = all_ids(inputs)
+            refused = np.empty(len(ids), np.uint8)
+            self._filter.plan(ids, refused, first)
+            return refused.view(np.bool_) if refused.any() else None
+        counts = np.diff(working_set.starts)
+        refused = np.empty(len(working_set), np.uint8)
+        self._filter.plan_keys(working_set.keys, counts, counts, refused)
+        return refused.view(np.bool_)[working_set.inverse] if refused.any() else None
 
     def split(self, inputs: BagInputs, decision: Decision) -> SplitInputs:
         """Divide the inputs of a batch by a decision about it."""
@@ -210,15 +227,29 @@ class AdmissionBackend:
         return AdmittedHorizon(horizon, self) if training else horizon
 
     def stage(self, inputs: Sequence[BagInputs], ahead: Sequence[AdmittedAhead] = ()) -> AdmittedWindow:
+        if not ahead:
+            return self._stage(inputs)
         for batch in ahead:
             batch.forget()
-        decisions = [batch.decision for batch in ahead] or [self.decide(batch) for batch in inputs]
-        split = [self.split(batch, decision) for batch, decision in zip(inputs, decisions, strict=True)]
+        split = [self.split(batch, known.decision) for batch, known in zip(inputs, ahead, strict=True)]
         below = [batch.inner for batch in ahead]
         if any(batch.refused is not used.refused for batch, used in zip(ahead, split, strict=False)):
             while below:  # its keys are those of an earlier decision
                 below.pop().release()
         return AdmittedWindow(self.inner.stage([batch.trained for batch in split], below), split)
+
+    def _stage(self, inputs: Sequence[BagInputs]) -> AdmittedWindow:
+        """Decide about batches that no look-ahead has planned, after their deduplication if the inner backend needs it
+        on the host."""
+        if not self.inner.dedups_on_host:
+            split = [self.split(batch, self.decide(batch)) for batch in inputs]
+            return AdmittedWindow(self.inner.stage([batch.trained for batch in split]), split)
+        split, working_sets = [], []
+        for batch in inputs:
+            working_set = working_set_of(batch, self._threads)
+            split.append(self.split(batch, self.decide(batch, working_set)))
+            working_sets.append(trained_working_set(working_set, split[-1], self._threads))
+        return AdmittedWindow(self.inner.stage([batch.trained for batch in split], working_sets=working_sets), split)
 
     def exchange(self, window: AdmittedWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
         self.inner.exchange(window.inner, padding, ahead=ahead)

@@ -17,8 +17,10 @@ import numpy.typing as npt
 import torch
 
 from thermocline.arrays import Floats, Keys
+from thermocline.batch import WorkingSet
+from thermocline.core import core
 from thermocline.embedding.admission import SHARED_KEY, Otherwise
-from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec
+from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, working_set_of
 
 Refused = npt.NDArray[np.bool_]
 
@@ -97,35 +99,35 @@ def split_inputs(inputs: BagInputs, refused: Refused | None, otherwise: Otherwis
             continue
         trained[spec], splits[spec] = _split(source, own, first, first_other, initial=otherwise == "initial")
         first += len(trained[spec].ids)
-        first_other += int(own.sum())
+        first_other += len(own) - len(trained[spec].ids)
     return SplitInputs(trained, splits, refused)
+
+
+def trained_working_set(working_set: WorkingSet, split: SplitInputs, threads: int | None) -> WorkingSet:
+    """Return the working set of the ids that are trained, given that of all ids of the inputs."""
+    if split.refused is None:
+        return working_set
+    if not split.splits:  # refused ids have the shared key
+        return working_set_of(split.trained, threads)
+    arrays = (working_set.keys, working_set.inverse, working_set.starts, working_set.order)
+    return WorkingSet(*core.split_working_set(*arrays, split.refused.view(np.uint8)))
 
 
 def _split(
     source: BagInput, refused: Refused, first: int, first_other: int, *, initial: bool
 ) -> tuple[BagInput, SplitInput]:
     """Divide one input. An input without pooling gets a bag per id, with one id or none."""
-    before = np.zeros(len(refused) + 1, np.int64)
-    np.cumsum(refused, out=before[1:])
-    offsets = np.arange(len(refused) + 1) if source.offsets is None else source.offsets
-    lost = before[offsets]  # refused ids before each bag
-    kept = ~refused
-    weights = source.weights
-    trained = BagInput(
-        source.ids[kept], offsets - lost, None if weights is None else weights[kept], mean=False, first_id=first
+    ids, offsets, weights, other_ids, other_offsets, other_weights, places = core.split_bags(
+        source.ids, source.offsets, source.weights, refused.view(np.uint8)
     )
-    counts = np.diff(lost)
-    places = np.flatnonzero(counts)
+    trained = BagInput(ids, offsets, weights, mean=False, first_id=first)
     others = None
     if initial:
-        bags = np.zeros(len(places) + 1, np.int64)
-        np.cumsum(counts[places], out=bags[1:])
-        others = BagInput(
-            source.ids[refused], bags, None if weights is None else weights[refused], mean=False, first_id=first_other
-        )
+        others = BagInput(other_ids, other_offsets, other_weights, mean=False, first_id=first_other)
     sizes = id_sizes = None
     if source.mean:
-        lengths = np.diff(offsets)
+        assert source.offsets is not None
+        lengths = np.diff(source.offsets)
         sizes = np.maximum(lengths, 1).astype(np.float32)
         id_sizes = np.repeat(sizes, lengths)
     return trained, SplitInput(refused, others, places, sizes, id_sizes)

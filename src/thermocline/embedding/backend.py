@@ -396,6 +396,18 @@ class RowBackend(Protocol):
 class LocalBackend(RowBackend, Protocol):
     """A backend of one process: it can compute initial rows without an access to its tiers."""
 
+    @property
+    def dedups_on_host(self) -> bool:
+        """Whether `stage` deduplicates ids on the host, and uses the `working_sets` of its caller."""
+
+    def stage(
+        self, inputs: Sequence[BagInputs], ahead: Sequence[Any] = (), working_sets: Sequence[WorkingSet] = ()
+    ) -> RowWindow:
+        """See `RowBackend.stage`.
+
+        working_sets   those of the inputs, if the caller has them and there is no batch ahead
+        """
+
     def read_initial(self, inputs: BagInputs) -> BatchPlan:
         """Plan a batch on the initial rows of its keys, whatever the tiers hold. Thread: load."""
 

@@ -83,6 +83,7 @@ class ReferenceBackend(Unrecorded):
     """See `RowBackend`. Rows are fp32 and stay in memory; checkpoints save them all."""
 
     groups = None
+    dedups_on_host = False
     tiers = TierSet()
     device = torch.device("cpu")
 
@@ -119,7 +120,9 @@ class ReferenceBackend(Unrecorded):
     def horizon(self, *, training: bool) -> RowHorizon:
         raise RuntimeError("this backend loads no rows ahead")
 
-    def stage(self, inputs: Sequence[BagInputs], ahead: Sequence[object] = ()) -> _Window:
+    def stage(
+        self, inputs: Sequence[BagInputs], ahead: Sequence[object] = (), working_sets: Sequence[object] = ()
+    ) -> _Window:
         return _Window(list(inputs))
 
     def exchange(self, window: _Window, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:

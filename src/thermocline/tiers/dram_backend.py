@@ -109,6 +109,7 @@ class DramBackend(Unrecorded):
     """See `RowBackend` and `ShardBackend`."""
 
     groups = None
+    dedups_on_host = True
 
     def __init__(self, spec: TableSpec, *, epoch: int | None = None) -> None:
         self.spec = spec
@@ -131,14 +132,21 @@ class DramBackend(Unrecorded):
     def horizon(self, *, training: bool) -> KeyHorizon:
         return DramHorizon(self.host, training=training)
 
-    def stage(self, inputs: Sequence[BagInputs], ahead: Sequence[DramBatchAhead] = ()) -> DramWindow:
-        working_sets = [
+    def stage(
+        self,
+        inputs: Sequence[BagInputs],
+        ahead: Sequence[DramBatchAhead] = (),
+        working_sets: Sequence[WorkingSet] = (),
+    ) -> DramWindow:
+        if working_sets:
+            return DramWindow(list(inputs), list(working_sets))
+        of_ahead = [
             batch.working_set
             for batch, own in zip(ahead, inputs, strict=False)
             if batch.working_set is not None and batch.belongs_to(own)
         ]
-        if ahead and len(working_sets) == len(inputs):
-            return DramWindow(list(inputs), working_sets, ahead=ahead)
+        if ahead and len(of_ahead) == len(inputs):
+            return DramWindow(list(inputs), of_ahead, ahead=ahead)
         for batch in ahead:
             batch.release()
         return DramWindow(list(inputs), [working_set_of(batch, self.spec.threads) for batch in inputs])

@@ -53,6 +53,7 @@ class HbmBackend:
     """See `RowBackend` and `ShardBackend`."""
 
     groups = None
+    dedups_on_host = False
 
     def __init__(self, spec: TableSpec, device: torch.device, *, epoch: int | None = None) -> None:
         assert spec.hbm is not None
@@ -100,7 +101,13 @@ class HbmBackend:
     def horizon(self, *, training: bool) -> DramHorizon:
         return DramHorizon(self.host, training=training, above=self.hbm)
 
-    def stage(self, inputs: Sequence[BagInputs], ahead: Sequence[DramBatchAhead] = ()) -> HbmWindow:
+    def stage(
+        self,
+        inputs: Sequence[BagInputs],
+        ahead: Sequence[DramBatchAhead] = (),
+        working_sets: Sequence[WorkingSet] = (),
+    ) -> HbmWindow:
+        """Send the ids to the device, which deduplicates them: `working_sets` are not used."""
         inputs = [_without_trivial_offsets(batch) for batch in inputs]
         graph = self.plan_graphs.get(self._shapes.of(inputs))
         if graph is not None:
