@@ -176,6 +176,33 @@ def test_clients_that_vanish_or_are_slow_do_not_stop_others(server: LookupServer
         assert reader.read_chunk().data.num_rows == 1000
 
 
+@pytest.mark.parametrize("exchange", [False, True])
+def test_a_client_that_reads_its_answer_slowly_does_not_block_others(server: LookupServer, exchange: bool) -> None:
+    """Answers of 13 MB, which their clients do not read, are more than the connection buffers."""
+    location = f"grpc://127.0.0.1:{server.port}"
+    keys = np.arange(MAX_KEYS, dtype=np.uint64) % np.uint64(1000)
+    batch = pa.record_batch([pa.array(keys)], names=["key"])
+    slow = []
+    for _ in range(12):  # more than the threads that gRPC starts with
+        raw = flight.FlightClient(location)
+        if exchange:
+            writer, reader = raw.do_exchange(flight.FlightDescriptor.for_command(b"{}"))
+            writer.begin(batch.schema)
+            writer.write_batch(batch)
+            writer.done_writing()
+        else:
+            writer, reader = None, raw.do_get(flight.Ticket(b"{}\n" + keys.tobytes()))
+        slow.append((raw, writer, reader))
+    with serving.connect(location) as client:
+        for _ in range(20):
+            assert client.lookup([3]).tolist() == [[3, 3, 3]]
+        if exchange:  # counted when it is written
+            assert f"lookup_keys_total {20.0}" in client.action("metrics").decode()
+    for _, _, reader in slow:
+        rows = reader.read_chunk().data.column("row").values.to_numpy().reshape(-1, DIM)
+        assert np.array_equal(rows[:, 0], keys.astype(np.float32))
+
+
 def test_wrong_tokens_are_refused(publication: Publication) -> None:
     with LookupServer(publication.path, token="secret") as server:
         location = f"grpc://127.0.0.1:{server.port}"
