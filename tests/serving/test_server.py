@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import prometheus_client
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
@@ -22,7 +23,7 @@ from thermocline import serving
 from thermocline.cli.main import app
 from thermocline.errors import ThermoclineError
 from thermocline.serving import Publication, TableRows, sort_by_hash
-from thermocline.serving.server import MAX_KEYS, LookupServer, _Command
+from thermocline.serving.server import MAX_KEYS, LookupServer, _Command, _Metrics
 
 DIM = 3
 
@@ -111,6 +112,32 @@ def test_bad_requests_are_errors_and_the_server_goes_on(server: LookupServer) ->
     assert "thermocline_lookup_errors_total 16.0" in text
     with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics") as page:
         assert "thermocline_version 1.0" in page.read().decode()
+
+
+def test_metrics_equal_those_of_prometheus_own_classes(publication: Publication) -> None:
+    times = [0.0, 1e-4, 1.0000001e-4, 3e-3, 0.1, 0.5, 1.0, 7.0]
+    with serving.open(publication.path) as snapshot:
+        metrics = _Metrics(snapshot)
+        for seconds in times:
+            metrics.count(_Command(), 10, 9, seconds)
+        metrics.count(_Command(score=True), 5, 0, 0.0)
+        metrics.count_error()
+        lines = prometheus_client.generate_latest(metrics.registry).decode().splitlines()
+    registry = prometheus_client.CollectorRegistry()
+    options = {"namespace": "thermocline", "registry": registry}
+    for name, text, value in (
+        ("lookup_keys", "Keys looked up", 80),
+        ("lookup_found", "Keys with a row", 72),
+        ("lookup_errors", "Requests that failed", 1),
+        ("scored_examples", "Examples scored", 5),
+    ):
+        prometheus_client.Counter(name, text, **options).inc(value)
+    histogram = prometheus_client.Histogram("lookup_seconds", "Time of a batch", buckets=_Metrics._BUCKETS, **options)
+    for seconds in (*times, 0.0):
+        histogram.observe(seconds)
+    expected = prometheus_client.generate_latest(registry).decode().splitlines()
+    assert [line for line in expected if "_created" not in line] == lines[: len(lines) - 4 * 3]
+    assert {"thermocline_version 1.0", "thermocline_step 0.0", "thermocline_stale 0.0"} <= set(lines)
 
 
 def test_exchanges_and_tickets_have_the_answers_of_the_snapshot(server: LookupServer) -> None:
