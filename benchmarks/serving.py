@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--delta-rows", type=int, default=1000, help="changed rows of each of these deltas")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}; default: all")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--exports", type=int, default=3, help="times that the exports are repeated")
     parser.add_argument("--folder", type=Path, help="where the files are made; default: a temporary folder")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -77,7 +78,7 @@ def measure(folder: Path, options: argparse.Namespace, parts: list[str]) -> tupl
                 record |= published(folder, publication, keys, options, parts)
             shutil.rmtree(folder / "served")
         if "exports" in parts:
-            record["exports"] = [exports(folder, keys) for _ in range(3)]
+            record["exports"] = [exports(folder, keys) for _ in range(options.exports)]
         for name in ("lmdb", "rocksdb"):
             if name in parts:
                 record.setdefault("peers", {}).update(peer(name, folder, keys, rounds))

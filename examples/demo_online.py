@@ -1,15 +1,18 @@
-"""Train on a stream of clicks whose labels drift, publish every second, and read the newest version meanwhile.
+"""Train on a stream of clicks whose labels drift, publish every second, serve, and look rows up meanwhile.
 
 `make demo-online` runs this program; it takes about a minute. A generator writes a file of clicks per second. Another
-process, `thermocline train online.toml`, follows the files and publishes. This process follows the versions as a server
-does. It scores each file before training can read it, with the newest version and with the one that was served when the
-stream began. Freshness is the time from a click, when its file appears, until a version trained on it is served.
+process, `thermocline train online.toml`, follows the files and publishes; a third one, `thermocline serve`, follows the
+versions. This process is a client of the server. It scores each file before training can read it, with the rows that
+the server returns, and with those of the version that was served when the stream began. Freshness is the time from a
+click, when its file appears, until the server has a version that was trained on it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +29,7 @@ from rich.table import Table as Grid
 
 import thermocline as tc
 from thermocline import serving
-from thermocline.errors import NotFoundError
+from thermocline.serving.client import Client
 from thermocline.serving.snapshot import StoredRows
 from thermocline.training.metrics import auc
 
@@ -73,15 +76,16 @@ class Clicks:
 # ---- serving
 
 
-def scores(snapshot: serving.Snapshot, batch: tc.Batch) -> Any:
+def scores(source: serving.Snapshot | Client, batch: tc.Batch) -> Any:
     """Return the logits of a factorization machine from served rows, up to its bias, which the AUC does not need."""
-    rows = snapshot.lookup(batch.ids).reshape(batch.examples, batch.fields, -1)
+    rows = source.lookup(batch.ids).reshape(batch.examples, batch.fields, -1)
     vectors = rows[..., 1:]
     return rows[..., 0].sum(1) + (vectors.sum(1) ** 2 - (vectors**2).sum(1)).sum(1) / 2
 
 
-def rows_alive(snapshot: serving.Snapshot) -> int:
-    """Count the rows of the served version."""
+def rows_alive(folder: Path) -> int:
+    """Count the rows of the newest version."""
+    snapshot = serving.open(folder)
     return sum(len(piece.keys) for view in snapshot.state.views.values() for piece in StoredRows(view))
 
 
@@ -103,28 +107,55 @@ class Window:
     """Seconds until a version with its clicks was served; None: none is yet."""
 
 
+class Server:
+    """`thermocline serve` as a process, and a client of it."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-m", "thermocline", "serve", str(folder), "--port", "0", "--poll", "0.1"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        location = re.search(r"grpc://\S+", self._process.stdout.readline())
+        if location is None:
+            raise RuntimeError(f"the server ended early, with exit code {self._process.wait()}")
+        self.client: Client = serving.connect(location[0])
+
+    def version(self) -> dict[str, Any]:
+        """Return the manifest of the version that the server has."""
+        manifest: dict[str, Any] = json.loads(self.client.action("version"))
+        return manifest
+
+    def close(self) -> None:
+        self.client.close()
+        self._process.terminate()
+        self._process.wait()
+
+
 class Observer:
-    """Follows the versions and measures."""
+    """Looks rows up in the server and measures."""
 
     def __init__(self, folder: Path, process: subprocess.Popen[bytes], first: float) -> None:
-        """Wait until a version has the event time `first`."""
+        """Start the server, and wait until it has a version with the event time `first`."""
         self._process = process
-        self.newest = self._open(folder)
-        while (self.newest.version.event_time or 0) < first:
+        self._folder = folder
+        while not (folder / "CURRENT").exists():
+            self._check()
+            time.sleep(0.05)
+        self._server = Server(folder)
+        self.version = self._server.version()
+        while (self.version["event_time"] or 0) < first:
             self._check()
             time.sleep(0.02)
-            self.newest.refresh()
+            self.version = self._server.version()
         self.frozen = serving.open(folder)
         self.windows: list[Window] = []
         self.versions = 1
+        self.rows = 0
+        """Rows of the last version, after `close`."""
 
-    def _open(self, folder: Path) -> serving.Snapshot:
-        while True:
-            try:
-                return serving.open(folder)
-            except NotFoundError:
-                self._check()
-                time.sleep(0.05)
+    def close(self) -> None:
+        """Count the rows and end the server."""
+        self.rows = rows_alive(self._folder)
+        self._server.close()
 
     def _check(self) -> None:
         if self._process.poll() is not None:
@@ -132,18 +163,20 @@ class Observer:
 
     def score(self, second: int, batch: tc.Batch) -> None:
         """Score a file that training has not seen."""
-        figures = [auc(scores(snapshot, batch), batch.label) for snapshot in (self.newest, self.frozen)]
-        lag = second - (self.newest.version.event_time or 0)
-        self.windows.append(Window(second, time.time(), figures[0], figures[1], lag, rows_alive(self.newest)))
+        figures = [auc(scores(source, batch), batch.label) for source in (self._server.client, self.frozen)]
+        lag = second - (self.version["event_time"] or 0)
+        self.windows.append(Window(second, time.time(), figures[0], figures[1], lag, rows_alive(self._folder)))
 
     def watch(self, seconds: float) -> None:
         """Follow the versions for some seconds. Raises if training has ended."""
         self._check()
         end = time.monotonic() + seconds
         while True:
-            if self.newest.refresh():
+            version = self._server.version()
+            if version["number"] != self.version["number"]:
+                self.version = version
                 self.versions += 1
-                now, seen = time.time(), self.newest.version.event_time or 0
+                now, seen = time.time(), version["event_time"] or 0
                 for window in self.windows:
                     if window.fresh is None and window.second <= seen:
                         window.fresh = now - window.at
@@ -172,6 +205,7 @@ def run(folder: Path, *, seconds: int, before: int, examples: int) -> Observer:
     command = [sys.executable, "-m", "thermocline", "train", str(HERE / "online.toml")]
     command += [part for each in sets for part in ("--set", each)]
     with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        observer = None
         try:
             observer = Observer(served, process, before - 1)
             start = time.monotonic()
@@ -188,6 +222,9 @@ def run(folder: Path, *, seconds: int, before: int, examples: int) -> Observer:
         except BaseException:
             process.terminate()
             raise
+        finally:
+            if observer is not None:
+                observer.close()
     if process.returncode != 130:  # as a shell reports Ctrl-C
         raise RuntimeError(f"training failed, with exit code {process.returncode}")
     return observer
@@ -212,25 +249,28 @@ def print_report(console: Console, observer: Observer) -> None:
     line("freshness, largest", f"{fresh.max():.2f} s", f"{observer.versions} versions were served")
     line("AUC, newest version", f"{means[0][0]:.4f}", f"second half {means[1][0]:.4f}")
     line("AUC, first version", f"{means[0][1]:.4f}", f"second half {means[1][1]:.4f}; same clicks, not updated")
-    line("rows alive", f"{rows_alive(observer.newest):,}", f"{windows[0].rows:,} when the stream began")
+    rows = [window.rows for window in windows]
+    line("rows alive, last", f"{observer.rows:,}", f"{min(rows):,} to {max(rows):,}; {rows[0]:,} when the stream began")
     console.print(grid)
 
 
 def draw(observer: Observer, path: Path) -> None:
-    """Draw AUC and freshness of each second."""
+    """Draw AUC, freshness and rows of each second."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     windows = observer.windows
     seconds = [window.second for window in windows]
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    figure = Figure(figsize=(7, 5.2), layout="constrained")
+    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=[2, 1, 1])
     top.plot(seconds, [w.newest_auc for w in windows], label="newest version served")
     top.plot(seconds, [w.frozen_auc for w in windows], label="version when the stream began")
     top.set_ylabel("AUC of the next second")
     top.legend(loc="lower left")
-    bottom.bar(seconds, [window.fresh for window in windows], color="tab:gray")
-    bottom.set_ylabel("click to served, s")
+    middle.bar(seconds, [window.fresh for window in windows], color="tab:gray")
+    middle.set_ylabel("click to served, s")
+    bottom.step(seconds, [window.rows for window in windows], where="mid", color="tab:green")
+    bottom.set_ylabel("rows alive")
     bottom.set_xlabel("event time, s")
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "online"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-OPTIONS = argparse.Namespace(rows=5000, deltas=3, delta_rows=20, rounds=1)
+OPTIONS = argparse.Namespace(rows=5000, deltas=3, delta_rows=20, rounds=1, exports=2)
 
 
 @pytest.fixture
@@ -25,6 +25,7 @@ def test_all_claims_are_measured(benchmark_module: Any, monkeypatch: pytest.Monk
     record, claims = benchmark_module.measure(tmp_path, OPTIONS, list(benchmark_module.PARTS))
     assert record["peers"] == {}
     assert len(claims) == 8
+    assert len(record["exports"]) == 2
     assert all(claim.value > 0 for claim in claims)
     assert not list(tmp_path.iterdir())  # the parts delete their files, so that 1e8 rows need space for one of them
 

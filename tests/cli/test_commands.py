@@ -17,6 +17,7 @@ import pytest
 from helpers.cli import SMALL, STEPS, done, invoke, lines_of, start, state_of, write_config
 
 import thermocline as tc
+from thermocline import serving
 from thermocline.cli import inspect
 from thermocline.config.schema import Config
 from thermocline.serving.snapshot import find, open_state
@@ -49,6 +50,7 @@ def test_help_and_version() -> None:
         ["eval"],
         ["predict"],
         ["export"],
+        ["versions"],
         ["inspect"],
         ["data", "synth"],
         ["data", "stats"],
@@ -321,6 +323,7 @@ def test_export_publishes_the_rows_of_a_checkpoint(trained: Path, tmp_path: Path
         (["--out", "file"], "is a file"),
         (["--out", "folder"], "not a publication"),
         (["--out", "new", "--max-rows", "0"], "max_rows is 0"),
+        (["--out", "out", "--consumer", "a"], "--consumer needs --delta"),
     ]:
         result = invoke("export", "run", *arguments)
         assert result.exit_code == 2
@@ -328,6 +331,48 @@ def test_export_publishes_the_rows_of_a_checkpoint(trained: Path, tmp_path: Path
         assert len(result.stderr.splitlines()) == 1
     assert not Path("new").exists()
     assert everything_in(trained) == before
+
+
+def test_versions_are_listed_compacted_rolled_back_and_deleted(trained: Path) -> None:
+    done("export", "run", "--out", "out")
+    serving.open("out", consumer="slow")
+    done("export", "run", "--out", "out", "--delta", "--checkpoint", "last")
+    result = invoke("export", "run", "--out", "out", "--delta", "--checkpoint", "last", "--consumer", "slow")
+    assert result.stdout.startswith("version 3 (delta since version 1) of step ")
+    assert not result.stderr
+    lines = done("versions", "out").splitlines()
+    assert [line.split(",")[0] for line in lines] == ["1: base", "2: delta since 1", "3: delta since 1"]
+    assert [line.partition(" <- ")[2] for line in lines] == ["slow", "", "current"]
+
+    def numbers(*flags: str) -> tuple[list[int], int]:
+        report = json.loads(done("versions", "out", "--json", *flags))
+        return [row["version"] for row in report["versions"]], report["current"]
+
+    expected = serving.open("out").lookup(np.arange(100))
+    assert numbers("--compact") == ([1, 2, 3, 4], 4)
+    assert np.array_equal(serving.open("out").lookup(np.arange(100)), expected)
+    assert "the next version must be a base" in done("versions", "out", "--roll-back", "2").splitlines()[-1]
+    assert invoke("export", "run", "--out", "out", "--delta", "--checkpoint", "last").exit_code == 1
+    assert numbers("--roll-back", "4", "--retire", "1") == ([4], 4)
+    assert done("versions", "out").splitlines()[-1] == "1: deleted or damaged <- slow"
+    result = invoke("export", "run", "--out", "out", "--delta", "--checkpoint", "last", "--consumer", "slow")
+    assert "warning: out: a base is published: version 1 of consumer 'slow' was deleted" in result.stderr
+    assert result.stdout.startswith("version 5 (base) of step ")
+    for arguments, text in [
+        (["run"], "it is the folder of a run"),
+        (["out", "--roll-back", "9"], "--roll-back is 9: out has the versions 4, 5"),
+        (["out", "--roll-back", "4", "--compact"], "exclude each other"),
+        (["out", "--retire", "0"], "--retire is 0"),
+    ]:
+        result = invoke("versions", *arguments)
+        assert result.exit_code == 2
+        assert text in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    with serving.Publication("out"):
+        assert invoke("versions", "out", "--compact").exit_code == 1
+        assert invoke("versions", "out").exit_code == 0
+    Path("out/v0000000004-base/manifest.json").write_text("{}")
+    assert invoke("versions", "out").exit_code == 1
 
 
 def test_eval_and_inspect_while_a_process_trains(trained: Path) -> None:

@@ -184,6 +184,48 @@ def test_replayed_versions_equal_the_store_over_deletes_merges_and_kills(tmp_pat
     assert 5 < sum(not texts for texts in outcomes) < len(outcomes)  # both ways of finding changes
 
 
+def test_a_delta_for_a_consumer_has_all_changes_since_its_version(tmp_path: Path) -> None:
+    path = tmp_path / "published"
+    with contextlib.closing(tc.Table(4, tc.SGD(lr=0.1), mem="8MB", ssd=tmp_path / "ssd")) as table:
+        train(table, 0)
+        publish_table(table, path, step=1, served=ServedRows(max_rows=10**6))
+        slow, fast = (serving.open(path, consumer=name) for name in ("slow", "fast"))
+        for step in (2, 3):
+            train(table, step, steps=1)
+            with pytest.warns(RuntimeWarning, match="a cap on rows"):
+                publish_table(table, path, step=step, delta=True)
+            fast.refresh()
+        train(table, 4, steps=1)
+        with pytest.warns(RuntimeWarning, match="compared with version 1"):
+            version = publish_table(table, path, step=4, delta=True, consumer="slow")
+        assert (version.number, version.kind, version.previous) == (4, "delta", 1)
+        for snapshot in (slow, fast):
+            snapshot.refresh()
+            expect_snapshot(snapshot, table)
+        with serving.Publication(path) as publication:
+            publication.compact()
+            publication.retire(1)
+        train(table, 5, steps=1)
+        with pytest.warns(RuntimeWarning, match="a base is published: version 4 of consumer 'slow' was deleted"):
+            version = publish_table(table, path, step=5, delta=True, consumer="slow")
+        assert (version.kind, version.tables[0].max_rows) == ("base", 10**6)  # the rule is that of the version before
+        slow.refresh()
+        expect_snapshot(slow, table)
+        train(table, 6, steps=1)
+        read: list[int] = []
+        with pytest.warns(RuntimeWarning, match="other rows are served"):
+            publish_table(table, path, step=6, delta=True, served=ServedRows())
+        slow.refresh()
+        train(table, 7, steps=1)
+        publish_table(table, path, step=7, delta=True)
+        train(table, 8, steps=1)
+        version = publish_table(table, path, step=8, delta=True, consumer="slow", advance=read.append)
+        assert version.previous == version.number - 2
+        assert sum(read) == version.tables[0].rows <= 800  # from the log, not from all rows
+        slow.refresh()
+        expect_snapshot(slow, table)
+
+
 @pytest.mark.parametrize("delta", [False, True])
 def test_rows_below_the_threshold_or_beyond_the_cap_are_not_served(tmp_path: Path, delta: bool) -> None:
     path = tmp_path / "published"

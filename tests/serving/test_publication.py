@@ -175,7 +175,7 @@ def test_follow_serves_new_versions_and_reports_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ["flip", "truncate", "no file", "no delta", "other delta", "manifest", "other manifest"]
+    "damage", ["flip", "truncate", "no file", "no delta", "other delta", "swapped", "manifest", "other manifest"]
 )
 def test_a_damaged_version_is_refused_and_the_version_before_is_served(tmp_path: Path, damage: str) -> None:
     oracle: Oracle = {key: np.float32([key, 1, 2]) for key in range(500)}
@@ -197,6 +197,10 @@ def test_a_damaged_version_is_refused_and_the_version_before_is_served(tmp_path:
             shutil.rmtree(second)
         elif damage == "other delta":
             shutil.copy(second / "table-0.rows", file)
+        elif damage == "swapped":
+            second.rename(tmp_path / "other")
+            third.rename(second)
+            (tmp_path / "other").rename(third)
         elif damage == "manifest":
             manifest.write_text(manifest.read_text().replace('"step": 3', '"step": 4'))
         else:
@@ -253,6 +257,40 @@ def test_roll_back_serves_the_earlier_rows_and_needs_a_base_next(tmp_path: Path)
         publication.publish_delta([table_rows({})], step=3)
         with pytest.raises(NotFoundError, match="no version 77: it has 1 to 4"):
             publication.roll_back(77)
+
+
+def test_a_delta_for_a_consumer_continues_from_its_version(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    oracle: Oracle = {key: np.float32([key, 0, 0]) for key in range(0, RANGE, 2)}
+    with Publication(tmp_path) as publication, published(publication, oracle) as first:
+        assert publication.position("slow") == "no version of consumer 'slow' is recorded"
+        publication.publish_delta([table_rows(*change(oracle, rng, 100))], step=1)
+        slow = serving.open(tmp_path, consumer="slow")
+        then, follower = dict(oracle), serving.open(tmp_path)
+        for step in (2, 3):  # keys of these deltas that version 2 does not have may be gone again later
+            publication.publish_delta([table_rows(*change(oracle, rng, 300))], step=step)
+            follower.refresh()
+        oracle = {key: row for key, row in oracle.items() if key in then or key % 3}
+        position = publication.position("slow")
+        assert not isinstance(position, str)
+        assert (position.number, position.step) == (2, 1)
+        changed = {key: row for key, row in oracle.items() if key not in then or (then[key] != row).any()}
+        deleted = [key for key in then if key not in oracle]
+        version = publication.publish_delta([table_rows(changed, deleted)], step=4, previous=2)
+        assert (version.number, version.previous) == (5, 2)
+        for snapshot in (first, slow, follower, serving.open(tmp_path)):
+            snapshot.refresh()
+            expect_equal(snapshot, oracle)
+        assert publication.consumers() == {"slow": 5}
+        publication.compact()
+        publication.retire(1)
+        assert publication.position("slow") == "version 5 of consumer 'slow' was deleted"
+        with pytest.raises(NotFoundError, match="no version 5"):
+            publication.publish_delta([table_rows({})], step=5, previous=5)
+        slow.refresh()
+        publication.precision = "int8"
+        publication.publish_base([table_rows(oracle)], step=5)
+        assert "other tables or precisions" in str(publication.position("slow"))
 
 
 def test_the_version_that_was_rolled_back_to_is_kept(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import prometheus_client
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
@@ -22,7 +23,7 @@ from thermocline import serving
 from thermocline.cli.main import app
 from thermocline.errors import ThermoclineError
 from thermocline.serving import Publication, TableRows, sort_by_hash
-from thermocline.serving.server import MAX_KEYS, LookupServer, _Command
+from thermocline.serving.server import MAX_KEYS, LookupServer, _Command, _Metrics
 
 DIM = 3
 
@@ -113,6 +114,32 @@ def test_bad_requests_are_errors_and_the_server_goes_on(server: LookupServer) ->
         assert "thermocline_version 1.0" in page.read().decode()
 
 
+def test_metrics_equal_those_of_prometheus_own_classes(publication: Publication) -> None:
+    times = [0.0, 1e-4, 1.0000001e-4, 3e-3, 0.1, 0.5, 1.0, 7.0]
+    with serving.open(publication.path) as snapshot:
+        metrics = _Metrics(snapshot)
+        for seconds in times:
+            metrics.count(_Command(), 10, 9, seconds)
+        metrics.count(_Command(score=True), 5, 0, 0.0)
+        metrics.count_error()
+        lines = prometheus_client.generate_latest(metrics.registry).decode().splitlines()
+    registry = prometheus_client.CollectorRegistry()
+    options = {"namespace": "thermocline", "registry": registry}
+    for name, text, value in (
+        ("lookup_keys", "Keys looked up", 80),
+        ("lookup_found", "Keys with a row", 72),
+        ("lookup_errors", "Requests that failed", 1),
+        ("scored_examples", "Examples scored", 5),
+    ):
+        prometheus_client.Counter(name, text, **options).inc(value)
+    histogram = prometheus_client.Histogram("lookup_seconds", "Time of a batch", buckets=_Metrics._BUCKETS, **options)
+    for seconds in (*times, 0.0):
+        histogram.observe(seconds)
+    expected = prometheus_client.generate_latest(registry).decode().splitlines()
+    assert [line for line in expected if "_created" not in line] == lines[: len(lines) - 4 * 3]
+    assert {"thermocline_version 1.0", "thermocline_step 0.0", "thermocline_stale 0.0"} <= set(lines)
+
+
 def test_exchanges_and_tickets_have_the_answers_of_the_snapshot(server: LookupServer) -> None:
     location, rng = f"grpc://127.0.0.1:{server.port}", np.random.default_rng(0)
     raw = flight.FlightClient(location)
@@ -174,6 +201,33 @@ def test_clients_that_vanish_or_are_slow_do_not_stop_others(server: LookupServer
             assert client.lookup([3]).tolist() == [[3, 3, 3]]
     for _, _, reader in idle:
         assert reader.read_chunk().data.num_rows == 1000
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+def test_a_client_that_reads_its_answer_slowly_does_not_block_others(server: LookupServer, exchange: bool) -> None:
+    """Answers of 13 MB, which their clients do not read, are more than the connection buffers."""
+    location = f"grpc://127.0.0.1:{server.port}"
+    keys = np.arange(MAX_KEYS, dtype=np.uint64) % np.uint64(1000)
+    batch = pa.record_batch([pa.array(keys)], names=["key"])
+    slow = []
+    for _ in range(12):  # more than the threads that gRPC starts with
+        raw = flight.FlightClient(location)
+        if exchange:
+            writer, reader = raw.do_exchange(flight.FlightDescriptor.for_command(b"{}"))
+            writer.begin(batch.schema)
+            writer.write_batch(batch)
+            writer.done_writing()
+        else:
+            writer, reader = None, raw.do_get(flight.Ticket(b"{}\n" + keys.tobytes()))
+        slow.append((raw, writer, reader))
+    with serving.connect(location) as client:
+        for _ in range(20):
+            assert client.lookup([3]).tolist() == [[3, 3, 3]]
+        if exchange:  # counted when it is written
+            assert f"lookup_keys_total {20.0}" in client.action("metrics").decode()
+    for _, _, reader in slow:
+        rows = reader.read_chunk().data.column("row").values.to_numpy().reshape(-1, DIM)
+        assert np.array_equal(rows[:, 0], keys.astype(np.float32))
 
 
 def test_wrong_tokens_are_refused(publication: Publication) -> None:

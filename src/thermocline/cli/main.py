@@ -287,6 +287,12 @@ def export(
         list[ServedFormat] | None,
         typer.Option(help="Also write rows in this format; repeatable; default: as the version before."),
     ] = None,
+    consumer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="With --delta: publish what changed since the version that this consumer has."
+        ),
+    ] = None,
     checkpoint: Checkpoint = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -299,16 +305,51 @@ def export(
         options = serving.ExportOptions(
             delta=delta, precision=None if precision is None else precision.value, checkpoint=checkpoint,
             min_norm=min_norm, max_rows=max_rows, min_frequency=min_frequency, min_score=min_score,
-            formats=[f.value for f in format] if format else None,
+            formats=[f.value for f in format] if format else None, consumer=consumer,
         )  # fmt: skip
         report = serving.export(run_dir, out, options)
         if as_json:
             _print_json(report)
         else:
+            since = f" since version {report['previous']}" if consumer and report["previous"] else ""
             typer.echo(
-                f"version {report['version']} ({report['kind']}) of step {report['step']} in {out}: "
+                f"version {report['version']} ({report['kind']}{since}) of step {report['step']} in {out}: "
                 f"{plural(report['rows'], 'row')}, {report['deleted']} deleted, {format_size(report['bytes'])}"
             )
+
+
+@app.command()
+def versions(
+    folder: Annotated[str, typer.Argument(help="Folder that `thermocline export` publishes to.")],
+    compact: Annotated[
+        bool, typer.Option("--compact", help="Publish the current version again as a base, which needs no deltas.")
+    ] = False,
+    roll_back: Annotated[
+        int | None,
+        typer.Option(metavar="VERSION", help="Make an earlier version the current one; the next must be a base."),
+    ] = None,
+    retire: Annotated[
+        int | None,
+        typer.Option(metavar="BASES", help="Delete versions older than this number of last bases; after the others."),
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List the versions of a publication and its consumers; compact, roll back, or delete old versions.
+
+    Exit code 1 if a version is damaged. The list needs no lock and changes nothing.
+    """
+    with _one_line(debug):
+        from thermocline.cli import versions as published
+
+        report = published.versions(folder, compact=compact, roll_back=roll_back, retire=retire)
+        if as_json:
+            _print_json(report)
+        else:
+            for line in published.describe(report):
+                typer.echo(line)
+    if report["problems"]:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -33,6 +33,7 @@ class ExportOptions:
     min_frequency: int | None = None
     min_score: float | None = None
     formats: Any = None
+    consumer: str | None = None
 
     @property
     def served(self) -> ServedRows | None:
@@ -41,7 +42,7 @@ class ExportOptions:
         from thermocline.serving import ServedRows
 
         given = {name: value for name in SERVED if (value := getattr(self, name)) is not None}
-        with _usage_errors():
+        with usage_errors():
             return ServedRows(**given) if given else None
 
 
@@ -56,8 +57,10 @@ def export(run_dir: str, out: str, options: ExportOptions) -> Row:
 
     if world_size() > 1:
         raise ConfigError("export runs in one process, which reads the stores of all ranks: start it without torchrun")
+    if options.consumer is not None and not options.delta:
+        raise ConfigError("--consumer needs --delta: a base is the same for all consumers")
     served = options.served
-    with _usage_errors():  # before the run is opened
+    with usage_errors():  # before the run is opened
         Publication.check(out, delta=options.delta, precision=options.precision)
     atomic_file.make_writable(Path(out), "--out")
     with (
@@ -68,21 +71,22 @@ def export(run_dir: str, out: str, options: ExportOptions) -> Row:
     ):
         if served is not None:
             served = with_coefficients(served, run.config.expiry)
-            with _usage_errors():
+            with usage_errors():
                 served.check(run.table.spec.statistics.names)
         version = publish_table(
             run.table, out, step=run.step, delta=options.delta, precision=options.precision, served=served,
-            event_time=run.event_time, formats=options.formats, files=scoring_files(run), advance=advance,
+            event_time=run.event_time, formats=options.formats, files=scoring_files(run), consumer=options.consumer,
+            advance=advance,
         )  # fmt: skip
     (table,) = version.tables
     return {
-        "version": version.number, "kind": version.kind, "step": version.step, "rows": table.rows,
-        "deleted": table.deleted, "bytes": table.bytes,
+        "version": version.number, "kind": version.kind, "previous": version.previous, "step": version.step,
+        "rows": table.rows, "deleted": table.deleted, "bytes": table.bytes,
     }  # fmt: skip
 
 
 @contextlib.contextmanager
-def _usage_errors() -> Iterator[None]:
+def usage_errors() -> Iterator[None]:
     """Raise errors about the arguments as `ConfigError`: exit code 2."""
     try:
         yield
@@ -104,6 +108,7 @@ def serve(
 ) -> None:  # fmt: skip
     """Serve a publication until Ctrl-C or SIGTERM. `score` imports torch."""
     import signal
+    import sys
 
     from thermocline.serving.server import LookupServer
 
@@ -128,9 +133,10 @@ def serve(
         from thermocline.training.scoring import Scorer
 
         options["scorer"] = Scorer(folder)
-    with _usage_errors():
+    with usage_errors():
         server = LookupServer(folder, host=host, port=port, token=token, tls=tls, **options)
     gc.collect()
+    sys.setswitchinterval(5e-4)  # a request that waits for another one's Python code waits for 0.5 instead of 5 ms
     gc.freeze()  # collections during requests then skip the modules, which would take milliseconds
     with server:
         version = server.snapshot.version

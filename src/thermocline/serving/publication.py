@@ -24,7 +24,7 @@ from thermocline.errors import LockError, NotFoundError, ThermoclineError
 from thermocline.serving.row_files import check_formats, is_row_file, write_row_files
 from thermocline.serving.row_format import Precision, encode, row_bytes
 from thermocline.serving.served_rows import ALL_ROWS, ServedRows
-from thermocline.serving.snapshot import StoredRows, consumers, open_state
+from thermocline.serving.snapshot import StoredRows, consumers, open_state, version_chain
 from thermocline.serving.version import (
     CURRENT,
     MANIFEST,
@@ -188,10 +188,13 @@ class Publication:
         step: int,
         event_time: float | None = None,
         files: Mapping[str, bytes] = _NO_FILES,
+        previous: int | None = None,
     ) -> Version:
-        """Publish the rows that were changed or inserted, and the keys deleted, since the current version.
+        """Publish the rows that were changed or inserted, and the keys deleted, since a version.
 
-        `files`: further files of the version, by name; those of the version before are not part of it.
+        files     further files of the version, by name; those of the version before are not part of it
+        previous  number of the version that the delta changes, such as that of `position`; default: the current one.
+                  Readers of another version read the base of `previous`, the deltas up to it, and this one
         """
         current = self.current
         if current is None:
@@ -201,7 +204,8 @@ class Publication:
                 f"{self.path} was rolled back to version {current.number}: publish a base, because a delta contains "
                 "only changes since the version before it"
             )
-        before = {table.name: table for table in current.tables}
+        changed = current if previous in (None, current.number) else self._complete(previous)
+        before = {table.name: table for table in changed.tables}
         if {table.name for table in tables} != set(before):
             raise ValueError(f"the delta has tables {sorted(t.name for t in tables)}, the base {sorted(before)}")
         for table in tables:
@@ -213,7 +217,7 @@ class Publication:
                 )
         if step < current.step:
             raise ValueError(f"step is {step}: it must be at least {current.step}, that of the current version")
-        return self._publish("delta", current.number, tables, step, event_time, files)
+        return self._publish("delta", changed.number, tables, step, event_time, files)
 
     def compact(self) -> Version:
         """Publish the current version again, as a base: consumers then need no deltas. Reads and writes all rows."""
@@ -270,6 +274,20 @@ class Publication:
         for number in gone:
             atomic_file.remove_folder(folders[number])
         return gone
+
+    def position(self, consumer: str) -> Version | str:
+        """Return the version of a named consumer, or why no delta can continue from it: the consumer needs a base."""
+        current, number = self.current, self.consumers().get(consumer)
+        if current is None or number is None:
+            return f"no version of consumer {consumer!r} is recorded"
+        try:
+            version = self._complete(number)
+        except NotFoundError:
+            return f"version {number} of consumer {consumer!r} was deleted"
+        layouts = [{(t.name, t.dim, t.precision) for t in tables} for tables in (version.tables, current.tables)]
+        if layouts[0] != layouts[1]:
+            return f"version {number} of consumer {consumer!r} has other tables or precisions than the current one"
+        return version
 
     def consumers(self) -> dict[str, int]:
         """Return the version of each named consumer. `serving.consumers(path)` needs no lock."""
@@ -363,6 +381,10 @@ class Publication:
         if folder is None:
             raise NotFoundError(f"{self.path} has no version {number}: it has {_ranges(sorted(versions(self.path)))}")
         return read_version(folder)
+
+    def _complete(self, number: int) -> Version:
+        """Read a version. Raises `NotFoundError` if one that its readers need is gone."""
+        return version_chain(self.path, number, None)[-1][0]
 
     def _remove_leftovers(self) -> None:
         """Remove what a killed writer left: incomplete folders, and versions that never became current."""

@@ -33,6 +33,7 @@ def publish_table(
     served: ServedRows | None = None,
     formats: Iterable[RowFileFormat] | None = None,
     files: Mapping[str, bytes] | None = None,
+    consumer: str | None = None,
     advance: Callable[[int], object] = lambda rows: None,
 ) -> Version:
     """Publish the weights of the trained rows; call it between steps. Stable: arguments are only added, by keyword.
@@ -43,13 +44,15 @@ def publish_table(
     served     which rows are served; default: those of the rule of the current version for a delta, all for a base
     formats    also write rows as "parquet" or "safetensors"; default: as the current version
     files      further files of the version, by name, such as those of `scoring_files(run)`
+    consumer   with `delta`: publish the changes since the version that this consumer has recorded, instead of the
+               current one; a base, with a warning, if no delta can continue from there
     advance    called with the number of rows read since the last call
 
     Over ranks every rank calls it, between the same steps, with equal arguments; `path` and `files` matter on rank 0
     alone, which writes the version. It has the rows of all ranks, and every rank gets it. If it fails on one rank,
     all raise, and nothing becomes visible.
     """
-    settings = _Settings(table, path, step, delta, precision, event_time, served, formats, files or {})
+    settings = _Settings(table, path, step, delta, precision, event_time, served, formats, files or {}, consumer)
     if table.groups is None or table.groups.topology.world == 1:
         return _publish(settings, lambda: RowSource(table, advance))
     with table.groups.busy():
@@ -78,13 +81,16 @@ class _Settings:
     served: ServedRows | None
     formats: Iterable[RowFileFormat] | None
     files: Mapping[str, bytes]
+    consumer: str | None
 
 
 def _publish(given: _Settings, open_source: Callable[[], RowSource]) -> Version:
     table = given.table
     with Publication(given.path, precision=given.precision, formats=given.formats) as publication:
-        before = _published(publication, table.name) if given.delta else None
-        served = given.served or (ServedRows() if before is None else ServedRows.of(before))
+        current = _current(publication) if given.delta else None
+        version = current if given.consumer is None else _position(publication, given.consumer)
+        rule = ServedRows() if current is None else ServedRows.of(_table_of(current, table.name, publication))
+        served = given.served or rule
         served.check(table.spec.statistics.names)
         source = open_source()
         watermark: dict[str, Any] = {"step": given.step, "event_time": given.event_time, "files": given.files}
@@ -98,12 +104,12 @@ def _publish(given: _Settings, open_source: Callable[[], RowSource]) -> Version:
             "served": served,
             "decays": None if served.min_score is None else source.decays,
         }
-        if before is None:
+        if version is None:
             tables = [TableRows(rows=source.rows(served, options.get("shared_key")), **options)]
             return publication.publish_base(tables, **watermark)
-        changes = _changes(source, publication, before, served, options.get("shared_key"))
+        changes = _changes(source, publication, version, table.name, served, options.get("shared_key"))
         tables = [TableRows(rows=changes, deleted=changes.deleted, **options)]
-        return publication.publish_delta(tables, **watermark)
+        return publication.publish_delta(tables, previous=version.number, **watermark)
 
 
 def with_coefficients(served: ServedRows, expiry: Expiry | None) -> ServedRows:
@@ -113,33 +119,44 @@ def with_coefficients(served: ServedRows, expiry: Expiry | None) -> ServedRows:
     return dataclasses.replace(served, nonclick_coeff=expiry.nonclick_coeff, click_coeff=expiry.click_coeff)
 
 
-def _published(publication: Publication, name: str) -> TableFile:
-    current = publication.current
-    if current is None:
+def _current(publication: Publication) -> Version:
+    if publication.current is None:
         raise NotFoundError(f"{publication.path} has no version yet: publish a base first, without --delta")
-    for table in current.tables:
+    return publication.current
+
+
+def _position(publication: Publication, consumer: str) -> Version | None:
+    """Return the version that a delta for the consumer continues from; None, with a warning: publish a base."""
+    position = publication.position(consumer)
+    if not isinstance(position, str):
+        return position
+    warnings.warn(f"{publication.path}: a base is published: {position}", RuntimeWarning, stacklevel=3)
+    return None
+
+
+def _table_of(version: Version, name: str, publication: Publication) -> TableFile:
+    for table in version.tables:
         if table.name == name:
             return table
     raise ValueError(f"{publication.path} has no table {name!r}: publish into another folder")
 
 
 def _changes(
-    source: RowSource, publication: Publication, before: TableFile, served: ServedRows, always: int | None
+    source: RowSource, publication: Publication, version: Version, name: str, served: ServedRows, always: int | None
 ) -> Any:
-    """Return the changes since the current version, by the log or by comparing all rows."""
+    """Return the changes since a version, by the log or by comparing all rows."""
+    before = _table_of(version, name, publication)
     logged: Any = "other rows are served than before"
     if served == ServedRows.of(before):
         logged = source.changes(before.positions, before.decays, served, always)
     if not isinstance(logged, str):
         return logged
-    current = publication.current
-    assert current is not None
     warnings.warn(
-        f"{publication.path}: all rows are compared with version {current.number} to find the changes: {logged}",
+        f"{publication.path}: all rows are compared with version {version.number} to find the changes: {logged}",
         RuntimeWarning,
         stacklevel=3,
     )
-    view = open_state(publication.path, current.number).views[before.name]
+    view = open_state(publication.path, version.number).views[name]
     return Changes(source.rows(served, always), view, before.precision)
 
 
