@@ -96,6 +96,11 @@ class Setup:
             memory=min(memory_bytes() // 2, gpu * 6 // 10 if on_gpu else 1 << 62),
         )
 
+    def record(self) -> dict[str, Json]:
+        """Return the fields for a file of results; the default look-ahead is left out, as in files before it."""
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if (name, value) != ("lookahead", "auto")}
+
     @property
     def top_tier(self) -> str:
         """Name of the tier in which rows are trained."""

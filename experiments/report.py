@@ -57,7 +57,7 @@ def write(folder: Path, chapters: Sequence[Chapter]) -> Path:
         atomic_file.make_folder(folder / name)
     drawings: dict[str, str] = {}
     for chapter in chapters:
-        about = {"setup": dataclasses.asdict(chapter.setup), "made_by": group_steps(chapter.environments)}
+        about = {"setup": chapter.setup.record(), "made_by": group_steps(chapter.environments)}
         for part in chapter.parts:
             stem = chapter.stem(part)
             atomic_file.atomic_write(folder / "tables" / f"{stem}.json", part_json(part, about))

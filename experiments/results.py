@@ -55,7 +55,7 @@ class ExperimentResults:
         record = {
             "format": FORMAT,
             "experiment": self.experiment,
-            "setup": dataclasses.asdict(self.setup),
+            "setup": self.setup.record(),
             "environments": environments,
         }
         # One line per step: differences between two versions of the file stay readable.

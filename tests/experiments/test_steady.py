@@ -169,6 +169,8 @@ def test_dram_of_all_models_is_40_percent_of_the_rows_of_e() -> None:
 def test_the_option_of_the_look_ahead_is_part_of_the_command() -> None:
     setup = Setup.from_options(quick=True, scale=None, effort=None, seed=0, device="cpu", lookahead="1400MB")
     assert setup.lookahead == "1400MB"
+    assert Setup(**setup.record()) == setup
+    assert "lookahead" not in dataclasses.replace(setup, lookahead="auto").record()
     command = command_line(quick=False, scale=None, effort=None, seed=0, names=["steady:E"], lookahead="1400MB")
     assert command == "python -m experiments --only steady:E --lookahead 1400MB"
 
