@@ -18,7 +18,7 @@ import pytest
 import torch
 from helpers.rank_training import DIMS, ONE_RANK, PAIR, TWO_BY_TWO, Job, RunOptions, keys_of
 from helpers.ranks import run_failing_ranks, run_ranks
-from helpers.restarts import load_and_save, load_moments, train, train_and_terminate
+from helpers.restarts import load_and_save, load_moments, train, train_and_damage, train_and_terminate
 
 import thermocline as tc
 
@@ -103,6 +103,16 @@ def test_sigterm_to_one_rank(undisturbed: Any, tmp_path: Path) -> None:
     assert code == other_code == 128 + signal.SIGTERM
     for result in run_ranks(PAIR, functools.partial(train, resume=True), JOB, OPTIONS, str(tmp_path)):
         assert {**result, "examples": 0} == {**undisturbed, "examples": 0}
+
+
+def test_damage_of_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
+    results = run_ranks(PAIR, train_and_damage, JOB, OPTIONS, str(tmp_path), 11)
+    (step, ending, error), (other_step, _, other_error) = results
+    assert step == other_step
+    assert 11 < step < 40
+    assert "because a store is damaged: saved" in ending
+    assert "another rank found damage in its store" in error
+    assert "page 7 of base-1: run thermocline repair" in other_error
 
 
 def test_resharding(finished_run: tuple[Path, Any], tmp_path: Path) -> None:

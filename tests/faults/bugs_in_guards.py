@@ -243,7 +243,7 @@ FILES = [
         "training/trainer.py",
         "        return self.ranks.requested(DAMAGE, bool(self._damage()))\n",
         "        return bool(self._damage())\n",
-        f"{_TRAINING}::test_damage_of_one_rank_stops_all",
+        "tests/distributed/test_restarts.py::test_damage_of_one_rank_stops_all_at_the_same_step",
     ),
 ]
 GUARDS = [*RANKS, *FILES]

@@ -155,7 +155,7 @@ def run_unit(unit: Unit, seconds: float) -> dict[str, Any]:
         os.killpg(process.pid, 9)
         output, _ = process.communicate()
         result = "not finished"
-    lines = output.replace(str(ROOT), ".").splitlines()[-3 if result == "passed" else -60 :]
+    lines = output.replace(str(ROOT), ".").splitlines()[-12 if result == "passed" else -60 :]
     return {"result": result, "seconds": round(time.monotonic() - start, 1), "output": lines}
 
 

@@ -43,6 +43,30 @@ def train_and_terminate(groups: Groups, job: Job, options: RunOptions, folder: s
     return *callback.ended, 0
 
 
+class FindDamage(tc.Callback):
+    """Lets the stores of its process report damage after a step, as a merge does, and records the end of the run."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, trainer: Any, loss: object) -> None:
+        if trainer.progress.step == self.step:
+            tc.Table.damage = "page 7 of base-1: run thermocline repair"  # type: ignore[method-assign,assignment]
+
+    def on_end(self, trainer: Any) -> None:
+        self.ended = trainer.progress.step, trainer.ending
+
+
+def train_and_damage(groups: Groups, job: Job, options: RunOptions, folder: str, step: int) -> Any:
+    """Train; the stores of rank 1 report damage after `step`. Returns the last step, the ending and the error."""
+    callback = FindDamage(step if groups.topology.rank == 1 else -1)
+    try:
+        train(groups, job, options, folder, resume=False, callbacks=[callback], only_fit=True)
+    except tc.CorruptionError as error:
+        return *callback.ended, str(error)
+    return *callback.ended, ""
+
+
 def train(
     groups: Groups | None, job: Job, options: RunOptions, folder: str, *, resume: bool,
     kill_at: str | int | None = None, callbacks: Sequence[tc.Callback] = (), only_fit: bool = False,
