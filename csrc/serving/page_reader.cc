@@ -27,22 +27,24 @@ void PageReader::read(const std::vector<uint64_t>& numbers, const std::function<
   std::unique_ptr<Channel> channel = take();  // after an exception it is destroyed, which waits for its reads
   ReadQueue& queue = *channel->queue;
   const size_t depth = std::min(depth_, queue.depth());
-  std::vector<size_t> page_of(depth);  // by slot: the index in `numbers`
-  const auto submit = [&](size_t slot, size_t i) {
-    page_of[slot] = i;
-    queue.submit({file_.get(), numbers[i] * page_bytes_, page_bytes_, channel->memory.data() + slot * page_bytes_},
-                 slot);
-  };
+  std::vector<size_t> page_of(depth + 1);  // by buffer: the index in `numbers`
+  const auto buffer = [&](size_t i) { return channel->memory.data() + i * page_bytes_; };
   size_t next = 0;
-  while (next < std::min(depth, numbers.size())) {
-    submit(next, next);
-    ++next;
-  }
+  const auto submit = [&](size_t to) {
+    page_of[to] = next;
+    queue.submit({file_.get(), numbers[next++] * page_bytes_, page_bytes_, buffer(to)}, to);
+  };
+  while (next < std::min(depth, numbers.size())) submit(next);
   queue.flush();
+  size_t spare = depth;  // the buffer of no read
   for (size_t done = 0; done < numbers.size(); ++done) {
-    const size_t slot = queue.wait();
-    fn(page_of[slot], channel->memory.data() + slot * page_bytes_);
-    if (next < numbers.size()) submit(slot, next++);
+    const size_t finished = queue.wait();
+    if (next < numbers.size()) {
+      submit(spare);
+      queue.flush();  // the device reads while fn() runs
+    }
+    fn(page_of[finished], buffer(finished));
+    spare = finished;
   }
   std::lock_guard lock(mutex_);
   idle_.push_back(std::move(channel));

@@ -26,7 +26,7 @@ class PageReader {
  private:
   struct Channel {
     Channel(FileSystem& fs, size_t depth, uint32_t page_bytes)
-        : memory(depth * page_bytes), queue(fs.read_queue(depth)) {
+        : memory((depth + 1) * page_bytes), queue(fs.read_queue(depth)) {
       queue->use_buffer(memory.data(), memory.size());
     }
     AlignedBuffer memory;

@@ -118,11 +118,22 @@ Pages pages_of(std::vector<Wanted>& wanted) {
 
 }  // namespace
 
+void View::prefetch_block(const uint64_t* keys, size_t n, uint64_t* hashes) const {
+  for (size_t i = 0; i < n; ++i) {
+    hashes[i] = hash_key(keys[i]);
+    base_->prefetch_directory(hashes[i]);
+    if (filter_) filter_->prefetch(hashes[i]);
+  }
+  for (size_t i = 0; i < n && base_->rows() > 0; ++i) base_->prefetch_fence(hashes[i]);
+}
+
 void View::lookup_direct(const uint64_t* keys, size_t n, uint8_t* found, float* out) const {
   std::vector<Wanted> wanted;
   wanted.reserve(n);
+  uint64_t hashes[kBlock];
   for (size_t i = 0; i < n; ++i) {
-    const uint64_t h = hash_key(keys[i]);
+    if (i % kBlock == 0) prefetch_block(keys + i, std::min(kBlock, n - i), hashes);
+    const uint64_t h = hashes[i % kBlock];
     const Overlay::Entry* entry = filter_ && filter_->may_contain(h) ? find_changed(keys[i], h) : nullptr;
     found[i] = entry != nullptr && entry->row != Overlay::deleted();
     if (found[i]) decode(entry->row, out + i * dim_);
@@ -160,12 +171,7 @@ void View::lookup(const uint64_t* keys, size_t n, uint8_t* found, float* out) co
   for (size_t first = 0; first < n; first += kBlock) {
     const size_t count = std::min(kBlock, n - first);
     const uint64_t* block = keys + first;
-    for (size_t i = 0; i < count; ++i) {
-      hashes[i] = hash_key(block[i]);
-      base_->prefetch_directory(hashes[i]);
-      if (filter_) filter_->prefetch(hashes[i]);
-    }
-    for (size_t i = 0; i < count && has_base; ++i) base_->prefetch_fence(hashes[i]);
+    prefetch_block(block, count, hashes);
     for (size_t i = 0; i < count; ++i) {
       changed[i] = filter_ && filter_->may_contain(hashes[i]);
       if (changed[i]) {

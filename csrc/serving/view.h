@@ -63,6 +63,8 @@ class View {
 
  private:
   View() = default;
+  // Hashes the keys and prefetches what locating them reads.
+  void prefetch_block(const uint64_t* keys, size_t n, uint64_t* hashes) const;
   void lookup_direct(const uint64_t* keys, size_t n, uint8_t* found, float* out) const;
   const Overlay::Entry* find_changed(uint64_t key, uint64_t h) const;
   void decode(const uint8_t* row, float* out) const;
