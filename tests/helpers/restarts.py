@@ -9,6 +9,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import thermocline as tc
 from helpers.rank_training import DIMS, Job, RunOptions, make_model, make_table, probe_keys
@@ -51,7 +52,7 @@ class FindDamage(tc.Callback):
 
     def on_step(self, trainer: Any, loss: object) -> None:
         if trainer.progress.step == self.step:
-            tc.Table.damage = "page 7 of base-1: run thermocline repair"  # type: ignore[method-assign,assignment]
+            mock.patch.object(tc.Table, "damage", "page 7 of base-1: run thermocline repair").start()
 
     def on_end(self, trainer: Any) -> None:
         self.ended = trainer.progress.step, trainer.ending
