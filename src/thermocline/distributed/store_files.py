@@ -58,7 +58,7 @@ def require_store_files(groups: Groups, spec: TableSpec) -> None:
 
 def least_files(spec: TableSpec) -> int:
     """Return the least number of base files of a store with `expected_keys` rows; 0 without."""
-    keys = spec.store_options.get("expected_keys")
+    keys: int | None = spec.store_options.get("expected_keys")
     if spec.ssd is None or keys is None:
         return 0
     size = keys * (spec.row_bytes + 8)
