@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -118,6 +119,36 @@ TEST(DramErase, DirtyRowsOfARange) {
   tier.flush();
   CHECK_EQ(store.size(), 200u);
   tier.unpin(slots.data(), slots.size(), false);
+  tier.check(true);
+}
+
+// Parts of one or two prefixes, and of more; rows that replaced evicted ones.
+TEST(DramErase, DirtyRowsOfManyParts) {
+  MapStore store(kLayout.bytes());
+  DramTier tier(options(1 << 17), &store);
+  std::set<uint64_t> expected;
+  for (uint64_t first = 0; first < 3 * tier.capacity(); first += 100) {
+    const auto keys = range(first, first + 100);
+    const auto slots = pull(tier, keys);
+    tier.unpin(slots.data(), slots.size(), true);
+  }
+  uint32_t next = 0;
+  std::vector<uint64_t> found(tier.capacity());
+  std::vector<uint8_t> rows(tier.capacity() * kLayout.bytes());
+  const size_t all = tier.dirty_rows(&next, found.size(), found.data(), rows.data(), {});
+  expected.insert(found.begin(), found.begin() + static_cast<ptrdiff_t>(all));
+  CHECK(all > 300);
+  for (uint64_t parts : {2, 100, 256, 257, 5000}) {
+    std::set<uint64_t> seen;
+    for (uint64_t part = 0; part < parts; ++part) {
+      const auto begin = [&](uint64_t p) { return static_cast<uint64_t>((static_cast<__uint128_t>(p) << 64) / parts); };
+      const KeyRange range{begin(part), part + 1 == parts ? ~uint64_t{0} : begin(part + 1) - 1};
+      next = 0;
+      const size_t n = tier.dirty_rows(&next, found.size(), found.data(), rows.data(), range);
+      for (size_t i = 0; i < n; ++i) CHECK(range.contains(found[i]) && seen.insert(found[i]).second);
+    }
+    CHECK(seen == expected);
+  }
   tier.check(true);
 }
 

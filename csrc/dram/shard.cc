@@ -7,12 +7,14 @@
 #include <utility>
 
 #include "util/error.h"
+#include "util/hash.h"
 
 namespace thermocline {
 
-void Shard::init(SlotMeta* meta, uint32_t sentinels, uint64_t* index, uint32_t most_buckets, Policy policy,
-                 uint32_t fair_share) {
+void Shard::init(SlotMeta* meta, uint8_t* prefixes, uint32_t sentinels, uint64_t* index, uint32_t most_buckets,
+                 Policy policy, uint32_t fair_share) {
   meta_ = meta;
+  prefixes_ = prefixes;
   sentinels_ = sentinels;
   index_ = index;
   most_buckets_ = most_buckets;
@@ -102,6 +104,7 @@ void Shard::insert(uint32_t tag, uint64_t key, uint32_t slot) {
   ++pinned_;
   SlotMeta& m = meta_[slot];
   m.key = key;
+  std::atomic_ref(prefixes_[slot]).store(hash_prefix(hash_key(key)), std::memory_order_relaxed);
   m.pins = 1;
   m.list = kNone;
   m.visits = 0;
@@ -245,6 +248,7 @@ void Shard::check(const std::string& name, uint32_t capacity) const {
     const SlotMeta& m = meta_[slot];
     const auto tag = static_cast<uint32_t>(index_[b] >> 32);
     if (find(tag, m.key) != slot) fail("key " + std::to_string(m.key) + " is indexed twice, or cannot be found");
+    if (prefixes_[slot] != hash_prefix(hash_key(m.key))) fail("key " + std::to_string(m.key) + " has another prefix");
     const SlotState state = m.load_state();
     if (state == SlotState::kFree || state == SlotState::kFailed) {
       fail("key " + std::to_string(m.key) + " is in the index but its slot is not in use");

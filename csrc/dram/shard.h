@@ -22,6 +22,9 @@ enum class Policy : uint8_t {
 
 inline constexpr uint32_t kNoSlot = ~uint32_t{0};
 
+// The top bits of a hash: hashes of one prefix are a range.
+inline constexpr uint8_t hash_prefix(uint64_t hash) { return static_cast<uint8_t>(hash >> 56); }
+
 // Transitions: kFree -> kLoading (insert) -> kReady (loaded) -> kEvicting (chosen, dirty) -> kFree (written, unpinned);
 // kLoading -> kFailed (load error) -> kFree (last pin released); kReady -> kFree (chosen, clean);
 // kEvicting -> kReady (pinned meanwhile, or the write failed); kReady -> kWriting (a copy is written ahead) -> kReady.
@@ -74,9 +77,9 @@ class alignas(64) Shard {
   std::mutex mutex;
 
   // `index` is zeroed memory of `most_buckets` words, of which the shard uses more and more as it grows; `sentinels` is
-  // the first of kLists slots used as list heads.
-  void init(SlotMeta* meta, uint32_t sentinels, uint64_t* index, uint32_t most_buckets, Policy policy,
-            uint32_t fair_share);
+  // the first of kLists slots used as list heads. `prefixes` has hash_prefix() of the key of every slot in use.
+  void init(SlotMeta* meta, uint8_t* prefixes, uint32_t sentinels, uint64_t* index, uint32_t most_buckets,
+            Policy policy, uint32_t fair_share);
 
   uint32_t find(uint32_t tag, uint64_t key) const;
   // A find in three steps, so that cache misses of several keys overlap: prefetch() the bucket; likely() returns the
@@ -154,7 +157,8 @@ class alignas(64) Shard {
 
   // Constant after init().
   SlotMeta* meta_ = nullptr;
-  uint64_t* index_ = nullptr;  // tag << 32 | slot + 1; 0: empty. Linear probing, deletion by backward shift
+  uint8_t* prefixes_ = nullptr;  // written by atomic stores: read without the mutex
+  uint64_t* index_ = nullptr;    // tag << 32 | slot + 1; 0: empty. Linear probing, deletion by backward shift
   uint32_t sentinels_ = 0;
   uint32_t most_buckets_ = 0;
   uint32_t lru_rows_ = 0;  // policy kLruLfu: rows of the LRU list beyond this number move to the LFU lists

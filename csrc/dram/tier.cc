@@ -57,7 +57,7 @@ DramTier::Plan DramTier::plan_for(uint32_t capacity, const TierOptions& options)
   p.staged_rows = ahead ? std::min(kStagedBytes, options.budget / 32) / (row_bytes + kStagedRowBytes) : 0;
   p.rows = capacity * row_stride(row_bytes);
   p.metadata = (size_t{capacity} + size_t{p.shards} * Shard::kLists) * sizeof(SlotMeta) +
-               (size_t{capacity} + 63) / 64 * sizeof(uint64_t) + p.shards * sizeof(Shard);
+               (size_t{capacity} + 63) / 64 * (sizeof(uint64_t) + 64) + p.shards * sizeof(Shard);
   p.index = size_t{p.shards} * p.buckets * sizeof(uint64_t);
   p.buffers = options.reserved + p.staged_rows * (row_bytes + kStagedRowBytes) +
               p.scratches * (p.scratch_keys * Scratch::kBytes + small_keys * Scratch::kSmallBytes);
@@ -91,6 +91,7 @@ DramTier::DramTier(const TierOptions& options, RowStore* store)
       meta_((size_t{plan_.capacity} + size_t{plan_.shards} * Shard::kLists) * sizeof(SlotMeta)),
       index_(plan_.index),
       dirty_((size_t{plan_.capacity} + 63) / 64 * sizeof(uint64_t)),
+      prefixes_((size_t{plan_.capacity} + 63) / 64 * 64),
       staging_(plan_.staged_rows * (row_bytes_ + kStagedRowBytes)),
       shards_(std::make_unique<Shard[]>(plan_.shards)),
       pool_(options.threads),
@@ -99,8 +100,9 @@ DramTier::DramTier(const TierOptions& options, RowStore* store)
       reserve_(options_.write_ahead.value_or(plan_.capacity / 16)),
       background_([this] { write_ahead(reserve_); }) {
   for (uint32_t s = 0; s < plan_.shards; ++s) {
-    shards_[s].init(meta(), plan_.capacity + s * Shard::kLists, index_.as<uint64_t>() + size_t{s} * plan_.buckets,
-                    plan_.buckets, store ? options.policy : Policy::kNever, plan_.capacity / plan_.shards);
+    shards_[s].init(meta(), prefixes_.as<uint8_t>(), plan_.capacity + s * Shard::kLists,
+                    index_.as<uint64_t>() + size_t{s} * plan_.buckets, plan_.buckets,
+                    store ? options.policy : Policy::kNever, plan_.capacity / plan_.shards);
   }
 }
 

@@ -280,8 +280,9 @@ class DramTier {
   Codec codec_;  // except its scale: see set_scale()
   const Plan plan_;
   HugeBuffer slab_, meta_, index_;
-  HugeBuffer dirty_;    // one bit per slot in atomic words: any thread may set a bit
-  HugeBuffer staging_;  // protected by write_ahead_mutex_
+  HugeBuffer dirty_;     // one bit per slot in atomic words: any thread may set a bit
+  HugeBuffer prefixes_;  // one byte per slot: see Shard::init()
+  HugeBuffer staging_;   // protected by write_ahead_mutex_
   std::unique_ptr<Shard[]> shards_;
   ThreadPool pool_;
   ScratchPool scratch_;        // for calls that may block on the store
