@@ -108,7 +108,6 @@ def serve(
 ) -> None:  # fmt: skip
     """Serve a publication until Ctrl-C or SIGTERM. `score` imports torch."""
     import signal
-    import sys
 
     from thermocline.serving.server import LookupServer
 
@@ -136,7 +135,6 @@ def serve(
     with usage_errors():
         server = LookupServer(folder, host=host, port=port, token=token, tls=tls, **options)
     gc.collect()
-    sys.setswitchinterval(5e-4)  # a request that waits for another one's Python code waits for 0.5 instead of 5 ms
     gc.freeze()  # collections during requests then skip the modules, which would take milliseconds
     with server:
         version = server.snapshot.version
