@@ -195,6 +195,8 @@ def test_a_delta_for_a_consumer_has_all_changes_since_its_version(tmp_path: Path
             with pytest.warns(RuntimeWarning, match="a cap on rows"):
                 publish_table(table, path, step=step, delta=True)
             fast.refresh()
+        with pytest.raises(ValueError, match="a base is not for one consumer"):
+            publish_table(table, path, step=3, consumer="slow")
         train(table, 4, steps=1)
         with pytest.warns(RuntimeWarning, match="compared with version 1"):
             version = publish_table(table, path, step=4, delta=True, consumer="slow")

@@ -293,6 +293,40 @@ def test_a_delta_for_a_consumer_continues_from_its_version(tmp_path: Path) -> No
         assert "other tables or precisions" in str(publication.position("slow"))
 
 
+def test_no_delta_continues_from_a_damaged_version_of_a_consumer(tmp_path: Path) -> None:
+    oracle: Oracle = {key: np.float32([key, 1, 2]) for key in range(500)}
+    with Publication(tmp_path) as publication, published(publication, oracle):
+        for step in (1, 2, 3):
+            publication.publish_delta([table_rows({key: np.float32([key, step, 0]) for key in range(400)})], step=step)
+            if step == 1:
+                serving.open(tmp_path, consumer="slow")
+        file = tmp_path / "v0000000002-delta" / "table-0.rows"
+        data = bytearray(file.read_bytes())
+        data[9000] ^= 1
+        file.write_bytes(data)
+        assert "version 2 of consumer 'slow' is damaged" in str(publication.position("slow"))
+        with pytest.raises(CorruptionError):
+            publication.roll_back(2)
+        assert publication.current is not None
+        assert publication.current.number == 4
+
+
+def test_a_delta_is_deleted_with_the_version_that_it_continues_from(tmp_path: Path) -> None:
+    oracle: Oracle = {key: np.float32([key, 1, 2]) for key in range(500)}
+    with Publication(tmp_path) as publication, published(publication, oracle):
+        publication.publish_delta([table_rows(oracle)], step=1)
+        publication.publish_base([table_rows(oracle)], step=2)
+        publication.publish_base([table_rows(oracle)], step=3)
+        publication.publish_delta([table_rows(oracle)], step=4, previous=2)
+        publication.publish_delta([table_rows(oracle)], step=5, previous=4)
+        assert publication.retire(2) == [1, 2, 5]
+        with pytest.raises(NotFoundError, match="no version 5"):
+            publication.roll_back(5)
+        with serving.open(tmp_path) as opened:
+            assert opened.version.number == 6
+            expect_equal(opened, oracle)
+
+
 def test_the_version_that_was_rolled_back_to_is_kept(tmp_path: Path) -> None:
     oracle: Oracle = {1: np.float32([1, 1, 1])}
     with Publication(tmp_path) as publication, published(publication, oracle) as snapshot:

@@ -44,6 +44,8 @@ def versions(folder: str, *, compact: bool, roll_back: int | None, retire: int |
     for _, found in sorted(version_folders(path).items()):
         try:
             version = read_version(found)
+        except FileNotFoundError:  # deleted by a writer meanwhile
+            continue
         except (CorruptionError, FormatError) as error:
             report["problems"].append(str(error))
         else:

@@ -20,11 +20,11 @@ import numpy as np
 from thermocline.arrays import Floats, Keys, as_keys
 from thermocline.core import _core
 from thermocline.embedding.key_hash import hash_keys
-from thermocline.errors import LockError, NotFoundError, ThermoclineError
+from thermocline.errors import CorruptionError, FormatError, LockError, NotFoundError, ThermoclineError
 from thermocline.serving.row_files import check_formats, is_row_file, write_row_files
 from thermocline.serving.row_format import Precision, encode, row_bytes
 from thermocline.serving.served_rows import ALL_ROWS, ServedRows
-from thermocline.serving.snapshot import StoredRows, consumers, open_state, version_chain
+from thermocline.serving.snapshot import StoredRows, consumers, open_version, version_chain
 from thermocline.serving.version import (
     CURRENT,
     MANIFEST,
@@ -221,7 +221,7 @@ class Publication:
 
     def compact(self) -> Version:
         """Publish the current version again, as a base: consumers then need no deltas. Reads and writes all rows."""
-        state = open_state(self.path, self._read_pointer().number)
+        state = open_version(self.path, self._read_pointer().number)
         tables = [
             TableRows(
                 name=t.name,
@@ -252,14 +252,15 @@ class Publication:
     def roll_back(self, number: int) -> Version:
         """Make an earlier version the current one. The next version published must be a base."""
         version = self._read(number)
-        open_state(self.path, number)  # every file that it needs exists and is sound
+        open_version(self.path, number)  # every file that it needs exists, and its deltas are sound
         self._set_current(Current(version.publication, number, rolled_back=number != self._newest))
         return version
 
     def retire(self, keep_bases: int = 2) -> list[int]:
         """Delete versions older than the last `keep_bases` bases, and return their numbers.
 
-        The current version and all that it needs are kept. A consumer with a deleted version reads a base.
+        The current version and all that it needs are kept. A delta that continues from a deleted version, such as one
+        for a consumer, is deleted too. A consumer with a deleted version reads a base.
         """
         if keep_bases < 1:
             raise ValueError(f"keep_bases is {keep_bases}: it must be at least 1")
@@ -271,6 +272,11 @@ class Publication:
             oldest = min(oldest, current.number)
             current = None if current.previous is None else self._read(current.previous)
         gone = sorted(number for number in folders if number < oldest)
+        if gone:
+            for number in sorted(number for number in folders if number > oldest):
+                with contextlib.suppress(CorruptionError, FormatError):  # a damaged version is kept for inspection
+                    if self._read(number).previous in gone:
+                        gone.append(number)
         for number in gone:
             atomic_file.remove_folder(folders[number])
         return gone
@@ -282,8 +288,12 @@ class Publication:
             return f"no version of consumer {consumer!r} is recorded"
         try:
             version = self._complete(number)
-        except NotFoundError:
+            if number != current.number:  # the new version is read through its deltas
+                open_version(self.path, number)
+        except (NotFoundError, FileNotFoundError):
             return f"version {number} of consumer {consumer!r} was deleted"
+        except (CorruptionError, FormatError) as error:
+            return f"version {number} of consumer {consumer!r} is damaged: {error}"
         layouts = [{(t.name, t.dim, t.precision) for t in tables} for tables in (version.tables, current.tables)]
         if layouts[0] != layouts[1]:
             return f"version {number} of consumer {consumer!r} has other tables or precisions than the current one"

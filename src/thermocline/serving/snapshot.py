@@ -229,13 +229,13 @@ def find(state: State, keys: Keys, table: str | None, missing: Missing) -> tuple
 
 
 def open_state(path: Path, number: int, state: State | None = None, *, direct: bool = False) -> State:
-    """Open a version: from `state` by the deltas after it if possible, else from the base before it. `direct`: `open`.
+    """Open the current version, which has this number, or its successor if the writer deletes versions meanwhile.
 
-    Retries if the writer deletes versions meanwhile.
+    See `open_version`.
     """
     for attempt in range(3):
         try:
-            return _open_state(path, number, state, direct)
+            return open_version(path, number, state, direct=direct)
         except (FileNotFoundError, NotFoundError, CorruptionError) as error:
             before, number = number, read_current(path).number
             if attempt == 2 or (isinstance(error, CorruptionError) and number == before):
@@ -243,7 +243,11 @@ def open_state(path: Path, number: int, state: State | None = None, *, direct: b
     raise AssertionError
 
 
-def _open_state(path: Path, number: int, state: State | None, direct: bool) -> State:
+def open_version(path: Path, number: int, state: State | None = None, *, direct: bool = False) -> State:
+    """Open a version and no other: from `state` by the deltas after it if possible, else from the base before it.
+
+    Verifies all deltas on the way; pages of the base are verified when they are read. `direct`: see `open`.
+    """
     chain = version_chain(path, number, None if state is None else state.version.number)
     views: dict[str, _core.SnapshotView] = {} if state is None else dict(state.views)
     for version, folder in chain:

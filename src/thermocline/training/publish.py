@@ -16,7 +16,7 @@ from thermocline.errors import NotFoundError
 from thermocline.serving import Publication, ServedRows, TableRows, Version
 from thermocline.serving.changes import Changes
 from thermocline.serving.row_format import Precision
-from thermocline.serving.snapshot import open_state
+from thermocline.serving.snapshot import open_version
 from thermocline.serving.version import RowFileFormat, TableFile
 from thermocline.training.rank_rows import RankRows
 from thermocline.training.row_source import RowSource
@@ -52,6 +52,8 @@ def publish_table(
     alone, which writes the version. It has the rows of all ranks, and every rank gets it. If it fails on one rank,
     all raise, and nothing becomes visible.
     """
+    if consumer is not None and not delta:
+        raise ValueError(f"consumer is {consumer!r}, but delta is False: a base is not for one consumer")
     settings = _Settings(table, path, step, delta, precision, event_time, served, formats, files or {}, consumer)
     if table.groups is None or table.groups.topology.world == 1:
         return _publish(settings, lambda: RowSource(table, advance))
@@ -156,7 +158,7 @@ def _changes(
         RuntimeWarning,
         stacklevel=3,
     )
-    view = open_state(publication.path, version.number).views[name]
+    view = open_version(publication.path, version.number).views[name]
     return Changes(source.rows(served, always), view, before.precision)
 
 
