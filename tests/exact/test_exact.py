@@ -44,6 +44,11 @@ QUICK = {
         RunOptions(0.05, 8, 8, 2),
         RunOptions(0.05, 2, 8, 2),
     ],
+    "partial": [
+        RunOptions(None, 4, 1, 2),
+        RunOptions(0.05, 2, 1, 2, "lru"),
+        RunOptions(0.05, 8, 8, 1),
+    ],
 }
 
 LOOKAHEADS = [
