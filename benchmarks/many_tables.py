@@ -115,7 +115,7 @@ def _run_side(options: argparse.Namespace) -> None:
 
 
 class _Work(NamedTuple):
-    """What a side is made from."""
+    """Inputs of a side."""
 
     options: argparse.Namespace
     ids: list[np.ndarray[Any, Any]]

@@ -4,9 +4,9 @@ Claim    The formulas of `planner/scale_model.py` give the sizes of stores and t
          ranks. The number of extents does not shorten the log of a store whose budget has memory for more.
 Method   Stores of 1e5 to 1e7 rows are filled and updated with small files, so that they have as many partitions,
          segments and extents as large ones; `SsdStore.stats()`, files and descriptors are compared with the formulas.
-         Ranks are played by threads of one process: Gloo's groups on loopback, and `RowExchange` over a transport that
-         counts. Nothing is timed except the processor time of opening a store, and with --times: saves of dirty rows,
-         steps as `benchmarks/plan.py` measures them, and connections to torchrun; these need an idle machine.
+         Ranks are simulated by threads of one process: Gloo's groups on loopback, and `RowExchange` over a transport
+         that counts. Nothing is timed except the processor time of opening a store, and with --times: saves of dirty
+         rows, steps as `benchmarks/plan.py` measures them, and connections to torchrun; these need an idle machine.
          Predictions: a model with the rows, ids and network of model E of Zhao et al. (2020) on `paper_node`; step
          times are those of `thermocline plan`.
 Command  python benchmarks/scale.py [--predict | --check | --times] [--rows N ...] [--ranks N ...] [--dir FOLDER]
@@ -279,7 +279,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="measurements only")
     parser.add_argument("--times", action="store_true", help="measurements of times only, on an idle machine")
     parser.add_argument("--rows", type=int, nargs="+", default=[100_000, 1_000_000], help="rows of the stores")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512], help="ranks played, multiples of 8")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512], help="ranks simulated, multiples of 8")
     parser.add_argument("--dir", type=Path, help="folder for the stores; default: the system's temporary folder")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Generate clicks on ads in every format, as data/<format>/{train,valid,test}.*. See `python make_data.py --help`."""
+"""Generate clicks on ads in every format but Arrow, as data/<format>/{train,valid,test}.*. Options: `--help`."""
 
 from __future__ import annotations
 

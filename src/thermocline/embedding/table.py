@@ -177,7 +177,7 @@ class Table(OpenTable):
         self.expiry = None if expiry is None else expiry.checked(kept)
         """Rules by which `step` deletes rows; None: nothing is deleted."""
         self.expired = Expired()
-        """What expiry has deleted since the table was opened."""
+        """Counters of expiry since the table was opened."""
         self.on_expired: list[Callable[[Keys], None]] = []
         """Called with the keys of this process that an expiry has deleted after a step, if there are any."""
         self.max_time_jump: int | None = None

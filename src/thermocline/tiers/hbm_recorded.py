@@ -59,7 +59,7 @@ class HbmRecordedRows:
         self._step = StoredStep(optimizer.code, optimizer.weight_decay, constants)
         self._stochastic = backend.spec.precision.stochastic
         self._content: object = None
-        """What `_constants` contains."""
+        """Content of `_constants`."""
         self._constants = torch.zeros(StoredStep.WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._statistics: StoredStatistics | None = None
         if kept := backend.spec.statistics:

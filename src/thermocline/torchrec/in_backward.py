@@ -24,7 +24,7 @@ _NEUTRAL: dict[str, Any] = {
 }
 """Arguments that are accepted with these values only."""
 _FBGEMM_EPS = 1e-8
-"""Of TorchRec's optimizers without arguments of their own."""
+"""Value of `eps` for TorchRec's optimizers that are given none."""
 
 
 class RowParameter(torch.nn.Parameter):

@@ -268,7 +268,7 @@ class KeyedJaggedTensor(_Jagged):
         return False
 
     def inverse_indices_or_none(self) -> None:
-        """Of a batch size per feature, which is not supported: None."""
+        """Return None: a batch size per feature is not supported."""
         return
 
     def length_per_key(self) -> list[int]:
