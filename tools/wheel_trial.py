@@ -161,7 +161,7 @@ def watch(trial: Trial, title: str, command: list[str]) -> None:
         assert process.stdout is not None
         found = None
         for line in process.stdout:
-            found = re.search(r"http://\S+", line)
+            found = re.search(r"http://[\w.:]+/", line)
             if found:
                 break
         if found is None:
