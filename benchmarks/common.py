@@ -12,6 +12,7 @@ import platform
 import resource
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -172,6 +173,15 @@ def print_claims(title: str, claims: Sequence[Claim]) -> None:
         value, target = f"{claim.value:.3g} {claim.unit}", f"{bound} {claim.target:g} {claim.unit}"
         table.add_row(claim.name, value, target, mark, claim.detail)
     console.print(table)
+
+
+def data_folder(inside: str | None) -> Path:
+    """Make a folder for data that may be deleted as a whole: below `inside`, which may have other files."""
+    if inside is None:
+        return Path(tempfile.mkdtemp(prefix="thermocline-bench-"))
+    folder = Path(inside) / "thermocline-bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def select_claims(only: str | None, claims: Sequence[str]) -> list[str]:

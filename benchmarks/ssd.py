@@ -27,7 +27,6 @@ import multiprocessing
 import os
 import resource
 import shutil
-import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,6 +36,7 @@ import numpy as np
 from common import (
     Claim,
     console,
+    data_folder,
     earlier_results,
     environment,
     noise,
@@ -465,7 +465,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="rounds of get, puts and floor")
     parser.add_argument("--rows", type=int, help="rows of get, cycle and floor")
     parser.add_argument("--cycles", type=int, help="cycles of our store; those of the peers in proportion")
-    parser.add_argument("--dir", help="folder for the data; default: a temporary folder")
+    parser.add_argument("--dir", help="where the folder of the data is made; default: among temporary files")
     parser.add_argument("--only", help=f"comma-separated claims of {','.join(CLAIMS)}")
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated engines (default: all)")
     parser.add_argument("--keep", action="store_true", help="keep the data for the next run")
@@ -488,8 +488,7 @@ def main() -> None:
     for kind in [k for k in kinds if not installed(k)]:
         console.print(f"[yellow]skipped: {kind}, because {PEERS[kind][1]} cannot be installed[/]")
         kinds.remove(kind)
-    folder = Path(args.dir or tempfile.mkdtemp(prefix="thermocline-bench-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = data_folder(args.dir)
     need, free = disk_needed(sizes, wanted, kinds), shutil.disk_usage(folder).free
     if need > free:
         console.print(f"[yellow]about {need / 1e9:.0f} GB of disk needed, {free / 1e9:.0f} GB free[/]")

@@ -23,7 +23,6 @@ import gc
 import itertools
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ import torch
 from common import (
     Claim,
     console,
+    data_folder,
     earlier_results,
     environment,
     noise,
@@ -331,7 +331,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="timed laps per side")
     parser.add_argument("--steps", type=int, help="steps per lap")
     parser.add_argument("--torch-threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    parser.add_argument("--dir", help="folder for the data; default: a temporary folder")
+    parser.add_argument("--dir", help="where the folder of the data is made; default: among temporary files")
     parser.add_argument("--only", help=f"comma-separated claims of {','.join(CLAIMS)}")
     return parser.parse_args()
 
@@ -344,8 +344,7 @@ def main() -> None:
     wanted = select_claims(args.only, CLAIMS)
     torch.set_num_threads(args.torch_threads)
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, set explicitly to avoid a warning
-    folder = Path(args.dir or tempfile.mkdtemp(prefix="thermocline-bench-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = data_folder(args.dir)
     note = "small sizes, not comparable to full size" if args.quick or given else "full size"
     console.print(
         f"{note}; DNN {'x'.join(map(str, HIDDEN))}, {FIELDS} fields, {sizes.keys:,} keys, Zipf {ZIPF}, batches of "
