@@ -19,8 +19,8 @@ namespace thermocline {
 // A key of a horizon.
 struct HorizonEntry {
   uint64_t key;
-  // Of the pinned row, or one of the values below; read without the mutex by Horizon::take(). Of an erased key: the
-  // next one in the list of free indices.
+  // Slot of the pinned row, or one of the values below; read without the mutex by Horizon::take(). For an erased key:
+  // the next one in the list of free indices.
   uint32_t slot;
   uint32_t uses;  // batches, added and not released, that have the key
 

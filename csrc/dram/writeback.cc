@@ -220,7 +220,7 @@ uint64_t zero_bytes(uint64_t bytes) {
   return (zero >> 7) * 0x0102040810204080ULL >> 56;
 }
 
-// Of 64 prefixes: the bits of those that are `first` or `last`. Other slots may get new prefixes meanwhile.
+// Bits of those among 64 prefixes that are `first` or `last`. Other slots may get new prefixes meanwhile.
 uint64_t slots_with(uint8_t* prefixes, uint8_t first, uint8_t last) {
   uint64_t found = 0;
   for (int i = 0; i < 8; ++i) {

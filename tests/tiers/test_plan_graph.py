@@ -131,7 +131,7 @@ def test_page_locked_ids_are_not_copied_on_the_host(
 
 
 def test_page_locked_ids_live_until_the_device_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is staged keeps the memory alive, and the tier keeps what is staged until the plan is read."""
+    """Staged inputs keep the memory alive, and the tier keeps them until the plan is read."""
     monkeypatch.setattr(plan_graph, "is_page_locked", lambda tensor: True)
     monkeypatch.setattr(plan_graph, "_DIRECT_IDS", 1)
     table = tc.Table(4, tc.SGD(lr=0.01), hbm=bytes_for(40, 4), mem="4MB", device=DEVICE)

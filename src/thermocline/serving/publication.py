@@ -287,9 +287,8 @@ class Publication:
         if current is None or number is None:
             return f"no version of consumer {consumer!r} is recorded"
         try:
-            version = self._complete(number)
-            if number != current.number:  # the new version is read through its deltas
-                open_version(self.path, number)
+            # The new version is read through the deltas of an older one: opening it verifies them.
+            version = self._complete(number) if number == current.number else open_version(self.path, number).version
         except (NotFoundError, FileNotFoundError):
             return f"version {number} of consumer {consumer!r} was deleted"
         except (CorruptionError, FormatError) as error:
