@@ -40,6 +40,7 @@ void bind_dist(nanobind::module_& m);
 void bind_data(nanobind::module_& m);
 void bind_read(nanobind::module_& m);
 void bind_hashing(nanobind::module_& m);
+void bind_metrics(nanobind::module_& m);
 void bind_serving(nanobind::module_& m);
 void bind_admission(nanobind::module_& m);
 

@@ -81,6 +81,7 @@ NB_MODULE(_core, m) {
   bind_data(m);
   bind_read(m);
   bind_hashing(m);
+  bind_metrics(m);
   bind_serving(m);
   bind_admission(m);
 }

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thermocline.arrays import as_numpy
+from thermocline.core import core
 from thermocline.errors import LabelError
 from thermocline.utils.untrusted_files import decompress
 
@@ -149,10 +150,7 @@ class StreamingAUC(Metric):
 
     def _add(self, scores: _Array, labels: _Array) -> None:
         logits = scores if self.logits else _logit(scores)
-        positions = (np.clip(logits, -self.limit, self.limit) + self.limit) * (self.bins / (2 * self.limit))
-        bins = np.minimum(positions.astype(np.int64), self.bins - 1)
-        # In place: np.bincount would allocate and add all bins per batch, which costs more than the batch itself.
-        np.add.at(self._counts.reshape(-1), bins + self.bins * labels.astype(np.int64), 1)
+        core.count_scores(logits, labels.astype(logits.dtype, copy=False), self.limit, self._counts)
 
     def compute(self) -> float:
         """Return the area; it differs from the exact one by at most `error_bound()`."""
@@ -191,16 +189,14 @@ class _Sums(Metric):
         self._loss = self._predicted = 0.0
 
     def _add(self, scores: _Array, labels: _Array) -> None:
-        x = (scores if self.logits else _logit(scores)).astype(np.float64)
-        small = np.exp(-np.abs(x))  # never overflows
-        self.examples += x.size
+        logits = scores if self.logits else _logit(scores)
+        self.examples += logits.size
         self._clicks += int(np.count_nonzero(labels))
-        losses = (np.log1p(small) + np.maximum(np.where(labels, -x, x), 0)).sum(-1)
-        predicted = (np.where(x >= 0, 1.0, small) / (1 + small)).sum(-1)
-        for loss in losses.reshape(-1).tolist():  # batch by batch: joining batches must not change a bit
+        batches, classes = np.atleast_2d(logits, labels.astype(logits.dtype, copy=False))
+        for batch, label in zip(batches, classes, strict=True):  # joining batches must not change a bit
+            loss, predicted = core.sum_scores(batch, label)
             self._loss += loss
-        for sum_of_batch in predicted.reshape(-1).tolist():
-            self._predicted += sum_of_batch
+            self._predicted += predicted
 
     @property
     def logloss(self) -> float:
