@@ -174,6 +174,9 @@ def train(
     machines: torchrun --nproc-per-node G --nnodes N -m thermocline train CONFIG.toml; restarts resume automatically.
     """
     with _one_line(debug):
+        from thermocline.utils.preload import preload_torch
+
+        preload_torch()
         from thermocline.config.schema import Config
 
         settings = Config.load(config, sets or ())
