@@ -2,7 +2,9 @@
 
 Claims   At most 8 s with Triton's cache of compiled kernels empty, and 4 s with it filled.
 Method   The real command in a process of its own, on generated data; marks are written by wrappers around the parts of
-         the run. The cache is a folder of its own: empty for the first run, filled by it for the others.
+         the run. The cache is a folder of its own: empty for the first run, filled by it for the others. Python's
+         bytecode is cached, as after `pip install`: a run before the first one writes it to a folder of its own, and
+         machines whose packages have none, or that forbid to write it, are measured as others.
 Command  python benchmarks/first_step.py --json FILE
 """
 
@@ -91,9 +93,10 @@ def child(config: str, started: float) -> None:
         print("MARKS " + json.dumps(marks), flush=True)
 
 
-def measure(config: Path, cache: Path) -> dict[str, float]:
-    """Run the child with a Triton cache folder; return its marks."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+def measure(config: Path, cache: Path, bytecode: Path) -> dict[str, float]:
+    """Run the child with a folder of Triton's cache and one of Python's bytecode; return its marks."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPYCACHEPREFIX": str(bytecode)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, __file__, "--child", str(config), "--started", repr(time.time())]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     line = next((line for line in done.stdout.splitlines() if line.startswith("MARKS ")), None)
@@ -121,17 +124,19 @@ def main(arguments: list[str] | None = None) -> None:
         sizes = {"keys": 1000, "examples": 64, "batch": 8, "hbm": "1MB"}
     record: dict[str, Any] = {**environment(["torch", "triton"]), "sizes": sizes, "filled": []}
     with tempfile.TemporaryDirectory(prefix="thermocline-first-step-") as folder:
-        for n in range(1 + args.runs):
+        for n in range(-1, 1 + args.runs):
             work = Path(folder) / str(n)
             work.mkdir()
             config = work / "config.toml"
             config.write_text(CONFIG.format(**sizes, folder=work))
-            marks = measure(config, Path(folder) / "triton")
-            console.print(f"cache {'filled' if n else 'empty'}: {marks}")
-            if n:
+            cache = "triton before" if n < 0 else "triton"
+            marks = measure(config, Path(folder) / cache, Path(folder) / "bytecode")
+            state = "no bytecode" if n < 0 else "empty" if n == 0 else "filled"
+            console.print(f"{state}: {marks}")
+            if n > 0:
                 record["filled"].append(marks)
             else:
-                record["empty"] = marks
+                record[state] = marks
     filled = min(marks["first step"] for marks in record["filled"])
     claims = [
         Claim("first step, Triton's cache empty", record["empty"]["first step"], TARGETS["empty"], "s", True),
