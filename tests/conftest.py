@@ -22,8 +22,12 @@ def pytest_configure() -> None:
 
     Select Triton's interpreter before a test imports Triton, which some modules of torch do.
     """
-    import thermocline.kernels  # noqa: F401
+    from helpers.triton_types import cache_types
 
+    from thermocline.kernels import INTERPRETED
+
+    if INTERPRETED:
+        cache_types()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if (graphs := os.environ.get("THERMOCLINE_GRAPHS")) is not None:
