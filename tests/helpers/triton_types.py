@@ -1,7 +1,7 @@
 """Speeds up Triton's interpreter by keeping what it computes again for every operation: types, shapes and patches.
 
 The interpreter spends most of a kernel test's time on them, not on values. Every cached object is constant; no
-operation on values changes, and no check whose result is used. tests/kernels/test_triton_types.py compares with Triton's own.
+operation on values changes, and no check whose result is used: tests/kernels/test_triton_types.py.
 """
 
 from __future__ import annotations
