@@ -5,7 +5,10 @@ VENV_PYTHON := .venv/bin/python
 PYTHON = $(VENV_PYTHON)
 BUILD = build
 JOBS := $(shell nproc)
-PYTEST = $(PYTHON) -m pytest -n $(JOBS)
+# More workers than cores: tests wait for disks, ranks and timeouts. An idle worker takes tests of another.
+WORKERS := $(shell echo $$(($(JOBS) + ($(JOBS) + 1) / 2)))
+PYTEST = $(PYTHON) -m pytest -n $(WORKERS) --dist worksteal
+TEST_PY = $(PYTEST) -m "not faults and not long"
 # Evaluated when a recipe runs, after setup.
 SCRIPTS = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 CPP_TESTS = $(BUILD)/inplace/thermocline_tests
@@ -22,7 +25,7 @@ FUZZ_STORE_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/ssd/*.cc csrc/util/*
   csrc/ssd/files_fuzz_test.cc
 
 .PHONY: cpp-tests asan-tests tsan-tests demo demo-online reproduce test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize \
-  test-tsan test-asan test-long-part soak fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 redis-server setup browser docs notebooks \
+  test-tsan test-asan test-long-part soak programs fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 redis-server setup browser docs notebooks \
   wheels wheel-trial
 
 demo: build-inplace
@@ -43,7 +46,12 @@ docs: setup
 notebooks: build-inplace
 	$(PYTHON) tools/notebooks.py
 
-test: lint test-cpp test-py
+# The C++ tests need no Python: they are built while packages are installed. Lint and C++ tests run beside the build of
+# the module, and print when they end. The Python tests start when all of this has succeeded.
+test:
+	@$(MAKE) -j 3 --no-print-directory setup cpp-tests programs
+	@$(MAKE) -j 3 --no-print-directory --output-sync=target lint test-cpp build-inplace
+	$(TEST_PY)
 
 # Only the default Python is ours to install into; any other is taken as it is.
 setup:
@@ -53,7 +61,7 @@ ifeq ($(PYTHON),$(VENV_PYTHON))
 endif
 
 # For the tests of the live page and of the report; where it cannot be installed, they are skipped and say so.
-browser:
+browser: | redis-server
 ifeq ($(PYTHON),$(VENV_PYTHON))
 	@python3 tools/browser.py
 endif
@@ -61,13 +69,14 @@ endif
 # Where ccache is installed, objects of other checkouts are used again.
 CCACHE := $(if $(shell command -v ccache),CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_BASEDIR="$(CURDIR)" CCACHE_NOHASHDIR=1)
 
-# $(call build,TARGET): the module or the tests. They share the objects of the library, which take most of the time.
-build = @$(CCACHE) cmake -S . -B $(BUILD)/inplace $(GENERATOR) -DTHERMOCLINE_TESTS=ON \
-  -DPython_EXECUTABLE="$$($(PYTHON) -c 'import sys; print(sys.executable)')" > /dev/null \
-  && $(CCACHE) cmake --build $(BUILD)/inplace -j $(JOBS) --target $(1)
+# $(call build,TARGET,OPTIONS): the module or the tests. They share the objects of the library, which take most of the
+# time. The lock: two builds must not run in one folder.
+build = @mkdir -p $(BUILD)/inplace && flock $(BUILD)/inplace/.lock sh -c '$(CCACHE) cmake -S . -B $(BUILD)/inplace \
+  $(GENERATOR) -DTHERMOCLINE_TESTS=ON $(2) > /dev/null && $(CCACHE) cmake --build $(BUILD)/inplace -j $(JOBS) --target $(1)'
 
 build-inplace: setup
-	$(call build,_core)
+	$(call build,_core,-DTHERMOCLINE_BIND=ON \
+	  -DPython_EXECUTABLE="$$($(PYTHON) -c "import sys; print(sys.executable)")")
 
 lint: setup
 	$(PYTHON) -m ruff check $(PY_FILES)
@@ -85,8 +94,9 @@ format: setup
 configure_cpp = @cmake -S . -B $(1) $(GENERATOR) -DTHERMOCLINE_BIND=OFF -DTHERMOCLINE_TESTS=ON $(2) > /dev/null \
   && cmake --build $(1) -j $(JOBS)
 
-cpp-tests: setup
-	$(call build,thermocline_tests)
+# Without the module, unless this folder already builds it: a changed option would discard its objects.
+cpp-tests:
+	$(call build,thermocline_tests,$(if $(wildcard $(BUILD)/inplace/CMakeCache.txt),,-DTHERMOCLINE_BIND=OFF))
 
 test-cpp: cpp-tests
 	$(CPP_TESTS) --skip Faults
@@ -101,11 +111,14 @@ install_debian = @command -v $(1) > /dev/null || { [ "$$(id -u)" = 0 ] && comman
 iproute2:
 	$(call install_debian,tc,iproute2,tests of several machines)
 
-redis-server:
+redis-server: | iproute2
 	$(call install_debian,redis-server,redis-server,tests of the Redis writer)
 
-test-py: build-inplace iproute2 redis-server browser
-	$(PYTEST) -m "not faults and not long"
+# Programs of the system that tests use, one after another: apt-get runs once at a time.
+programs: iproute2 redis-server browser
+
+test-py: build-inplace programs
+	$(TEST_PY)
 
 test-faults: build-inplace cpp-tests iproute2
 	$(CPP_TESTS) Faults

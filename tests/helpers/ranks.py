@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from helpers.triton_types import cache_types
+
 if TYPE_CHECKING:
     from thermocline.distributed.communicator import Groups
 
@@ -132,6 +134,8 @@ def _run_rank(
     from thermocline.distributed.communicator import Groups
     from thermocline.distributed.topology import Topology
 
+    if os.environ.get("TRITON_INTERPRET") == "1":  # set by _start_forkserver
+        cache_types()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     world = sum(map(len, nodes))
