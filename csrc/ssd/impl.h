@@ -69,7 +69,8 @@ class SsdStore::Impl {
     std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>> rows;
     bool lost = false;  // they took too much memory, and are no longer kept
   };
-  RangeView view(KeyRange range, const std::shared_ptr<Followed>& followed = nullptr);
+  RangeView view(KeyRange range);
+  RangeView view(const std::shared_ptr<Followed>& followed);  // of its range; `buffered` is in followed->rows
   // SsdStore::Scan::changed() of `part`, a part of the range of `followed`.
   std::optional<size_t> changed(const Followed& followed, KeyRange part, size_t max, uint64_t* keys, uint8_t* rows,
                                 uint8_t* deleted);
@@ -104,6 +105,7 @@ class SsdStore::Impl {
   void follow(const uint64_t* keys, size_t n, const RowsIn* rows);
   void follow(const std::vector<ssd::Item>& by_hash, const uint64_t* keys, const RowsIn* rows);
   void follow(Followed& followed, uint64_t key, const uint8_t* row) const;
+  RangeView view_locked(KeyRange range) const;  // the caller holds the index lock
   // The caller of the following holds write_mutex_.
   void flush_for_reading();  // flush_buffer() if there is something to flush; also of a read-only store
   void flush_buffer();       // moves all rows to the index, or throws and leaves all in the buffer

@@ -116,7 +116,8 @@ class SsdStore : public RowStore {
     virtual std::optional<size_t> changed(KeyRange part, size_t max, uint64_t* keys, uint8_t* rows,
                                           uint8_t* deleted) = 0;
   };
-  // `follow`: keeps a copy of the rows of the range that change until the scan is deleted, up to 32 MiB.
+  // `follow`: keeps a copy of the rows of the range that change until the scan is deleted, up to 32 MiB. The scan
+  // itself is then in hash order; rows that are buffered when it begins count as changed.
   std::unique_ptr<Scan> scan(KeyRange range = {}, bool follow = false);
 
   // The position of all rows put so far.

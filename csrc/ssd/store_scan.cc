@@ -17,14 +17,23 @@ std::vector<PartitionView> SsdStore::Impl::views() {
   return out;
 }
 
-SsdStore::Impl::RangeView SsdStore::Impl::view(KeyRange range, const std::shared_ptr<Followed>& followed) {
+SsdStore::Impl::RangeView SsdStore::Impl::view(KeyRange range) {
   auto life = alive();
-  if (followed) {  // before the view: a put in between is in both
-    std::unique_lock lock(index_mutex_);
-    std::erase_if(followed_, [](auto& each) { return each.expired(); });
-    followed_.push_back(followed);
-  }
   std::shared_lock lock(index_mutex_);
+  return view_locked(range);
+}
+
+SsdStore::Impl::RangeView SsdStore::Impl::view(const std::shared_ptr<Followed>& followed) {
+  auto life = alive();
+  std::unique_lock lock(index_mutex_);
+  RangeView out = view_locked(followed->range);
+  followed->rows.swap(out.buffered);  // the first changes: so the rows of the scan are in hash order
+  std::erase_if(followed_, [](auto& each) { return each.expired(); });
+  followed_.push_back(followed);
+  return out;
+}
+
+SsdStore::Impl::RangeView SsdStore::Impl::view_locked(KeyRange range) const {
   RangeView out;
   for (size_t i = index_.partition_of(range.lo); i < index_.size() && index_.partition(i).lo <= range.hi; ++i) {
     PartitionView view = index_.view(i);
@@ -201,7 +210,7 @@ std::unique_ptr<SsdStore::Scan> SsdStore::scan(KeyRange range, bool follow) {
   if (follow) {
     auto followed = std::make_shared<Impl::Followed>();
     followed->range = range;
-    Impl::RangeView view = impl_->view(range, followed);
+    Impl::RangeView view = impl_->view(followed);
     return std::make_unique<PartitionScan>(impl_, std::move(view), std::move(followed));
   }
   if (range.all()) return std::make_unique<PartitionScan>(impl_, Impl::RangeView{impl_->views(), {}});

@@ -38,49 +38,75 @@ class _Chunk:
         """Parts that were not taken yet."""
         self._parts = tuple(parts)
         self._scan: FollowedScan | None = store.follow(parts[0].lo, parts[-1].hi)
-        self._rows: dict[KeyPart, Piece] | None = None
-        self._stop = False
-        self._thread = threading.Thread(target=self._read, name="tc-expiry-scan", daemon=True)
+        self._rows: dict[KeyPart, Piece] = {}
+        """Parts that were read, and not taken yet."""
+        self._changed = threading.Condition()  # of _rows, or the end of the scan
+        self._ended = self._stop = False
+        self._thread = threading.Thread(target=self._run, name="tc-expiry-scan", daemon=True)
         self._thread.start()
 
     @property
     def reading(self) -> bool:
-        return self._thread.is_alive()
+        return not self._ended
 
     def close(self) -> None:
         """Stop reading."""
         self._stop = True
         self._thread.join()
-        self._scan = self._rows = None
+        self._scan = None
+        self._rows.clear()
+
+    def _run(self) -> None:
+        """Read all rows. An error is left to the step: it reads the part itself."""
+        try:
+            self._read()
+        except (ThermoclineError, OSError, MemoryError):
+            pass
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
 
     def _read(self) -> None:
-        """Read all rows. An error is left to the step: it reads the part itself."""
         scan = self._scan
         assert scan is not None
-        pieces = [(np.empty(0, np.uint64), np.empty((0, scan.row_bytes // 4), np.float32)[:, self.words])]
-        try:
-            for keys, rows in scan.rows(_PIECE_ROWS):
-                if self._stop:
-                    return
-                pieces.append((keys.copy(), rows.view(np.float32)[:, self.words].copy()))
-        except (ThermoclineError, OSError, MemoryError):
-            return
-        all_keys, all_rows = (np.concatenate(column) for column in zip(*pieces, strict=True))
         edges = np.array([part.lo for part in self._parts[1:]], np.uint64)
-        number = np.searchsorted(edges, hash_keys(all_keys), "right")
-        order = np.argsort(number, kind="stable")
-        ends = np.cumsum(np.bincount(number, minlength=len(self._parts)))[:-1]
-        split = zip(np.split(all_keys[order], ends), np.split(all_rows[order], ends), strict=True)
-        self._rows = dict(zip(self._parts, split, strict=True))
+        pieces: list[list[Piece]] = [
+            [(np.empty(0, np.uint64), np.empty((0, scan.row_bytes // 4), np.float32)[:, self.words])]
+            for _ in self._parts
+        ]
+        done = 0
+        for keys, rows in scan.rows(_PIECE_ROWS):
+            if self._stop:
+                return
+            number = np.searchsorted(edges, hash_keys(keys), "right")  # ascending
+            last = int(number[-1])
+            for part in range(done, last + 1):
+                of_part = slice(*np.searchsorted(number, [part, part + 1]))
+                pieces[part].append((keys[of_part].copy(), rows.view(np.float32)[of_part, self.words].copy()))
+            self._publish(pieces, done, last)
+            done = last
+        self._publish(pieces, done, len(self._parts))
+
+    def _publish(self, pieces: list[list[Piece]], begin: int, end: int) -> None:
+        """Make parts available: the scan has passed them."""
+        for part in range(begin, end):
+            keys, rows = (np.concatenate(column) for column in zip(*pieces[part], strict=True))
+            pieces[part].clear()
+            with self._changed:
+                self._rows[self._parts[part]] = keys, rows
+                self._changed.notify_all()
 
     def take(self, part: KeyPart) -> tuple[list[Piece], Keys] | None:
         """Return the stored rows of a part as of now, and the keys of those that the store may not have; None: they
         were not read. Blocks while they are being read."""
-        self._thread.join()
+        with self._changed:
+            self._changed.wait_for(lambda: part in self._rows or self._ended)
+            taken = self._rows.pop(part, None)
         self.left.remove(part)
-        if self._rows is None or self._scan is None:
+        if taken is None or self._scan is None:
             return None
-        keys, rows = self._rows.pop(part)
+        keys, rows = taken
         unwritten, unwritten_rows = self.dram.unwritten_rows(part)  # first: a write that ends meanwhile is in `changed`
         changed = self._scan.changed(part)
         if changed is None:
@@ -113,7 +139,7 @@ class ScanAhead:
 
         words   those of a stored row that are needed
         """
-        if not coming or any(chunk.reading for chunk in self._chunks):
+        if not coming or sum(chunk.reading for chunk in self._chunks) > 1:
             return
         left = [
             chunk for chunk in self._chunks if _fits(chunk, store, dram, words) and not {*chunk.left}.isdisjoint(coming)

@@ -407,14 +407,17 @@ def _batches(scan: core.Scan, batch_rows: int, row_bytes: int) -> Iterator[tuple
 
 
 class FollowedScan:
-    """A scan of a part of the keys, and the rows of it that change since. Made by `SsdStore.follow`."""
+    """A scan of a part of the keys, and the rows of it that change since. Made by `SsdStore.follow`.
+
+    Rows that were in the write buffer of the store when it began may be among the changed ones only.
+    """
 
     def __init__(self, scan: core.Scan, row_bytes: int) -> None:
         self._scan = scan
         self.row_bytes = row_bytes
 
     def rows(self, batch_rows: int) -> Iterator[tuple[Keys, Rows]]:
-        """Iterate over the rows as of the begin of the scan: see `SsdStore.scan`. Once."""
+        """Iterate over the rows as of the begin of the scan, in hash order. Once."""
         return _batches(self._scan, batch_rows, self.row_bytes)
 
     def changed(self, part: KeyPart) -> tuple[Keys, Rows, npt.NDArray[np.bool_]] | None:
