@@ -20,17 +20,6 @@ namespace thermocline {
 namespace {
 
 template <typename T>
-auto to_numpy(std::vector<T> values) {
-  auto kept = std::make_unique<std::vector<T>>(std::move(values));
-  kept->reserve(1);  // NumPy needs a non-null pointer
-  T* data = kept->data();
-  const size_t size = kept->size();
-  nb::capsule owner(kept.get(), [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  kept.release();
-  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {size}, owner);
-}
-
-template <typename T>
 std::vector<T> to_vector(const Array<T>& values) {
   return {values.data(), values.data() + values.size()};
 }

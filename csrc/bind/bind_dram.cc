@@ -166,6 +166,25 @@ size_t erase(DramTier& self, KeysArg keys) {
   return self.erase(keys.data(), keys.size());
 }
 
+void end_writes(DramTier& self, KeysArg keys) {
+  nb::gil_scoped_release release;
+  self.end_writes(keys.data(), keys.size());
+}
+
+// Returns keys and stored rows, one after the other.
+nb::tuple unwritten_rows(DramTier& self, uint64_t lo, uint64_t hi) {
+  std::vector<uint64_t> keys;
+  std::vector<uint8_t> rows;
+  {
+    nb::gil_scoped_release release;
+    self.unwritten_rows({lo, hi}, [&](uint64_t key, const uint8_t* row, size_t bytes) {
+      keys.push_back(key);
+      rows.insert(rows.end(), row, row + bytes);
+    });
+  }
+  return nb::make_tuple(to_numpy(std::move(keys)), to_numpy(std::move(rows)));
+}
+
 void copy_out(DramTier& self, SlotsArg slots, FloatsOutArg rows) {
   check_stored(self, slots.size(), rows);
   nb::gil_scoped_release release;
@@ -257,6 +276,8 @@ void bind_dram(nb::module_& m) {
       .def("read", &read, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def("push", &push, "keys"_a.noconvert(), "rows"_a.noconvert(), "dirty"_a, "unique"_a = false)
       .def("erase", &erase, "keys"_a.noconvert())
+      .def("end_writes", &end_writes, "keys"_a.noconvert())
+      .def("unwritten_rows", &unwritten_rows, "lo"_a, "hi"_a)
       .def("copy_out", &copy_out, "slots"_a.noconvert(), "rows"_a.noconvert())
       .def("write", &write, "slots"_a.noconvert(), "rows"_a.noconvert())
       .def("flush", &flush, "to"_a.none(), "lo"_a, "hi"_a)

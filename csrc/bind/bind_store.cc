@@ -165,10 +165,21 @@ struct BoundScan {
       throw Error("scan: rows must have shape (keys, row_bytes)");
     return unlocked([&, k = keys.data(), n = keys.size(), r = rows.data()] { return scan->next(n, k, r); });
   }
+
+  std::optional<size_t> changed(uint64_t lo, uint64_t hi,
+                                nb::ndarray<uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> keys,
+                                nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> rows,
+                                BytesArg deleted) {
+    if (rows.shape(0) != keys.size() || rows.shape(1) != row_bytes || deleted.size() != keys.size())
+      throw Error("scan: rows must have shape (keys, row_bytes), deleted one byte per key");
+    return unlocked([&, k = keys.data(), n = keys.size(), r = rows.data(), d = deleted.data()] {
+      return scan->changed({lo, hi}, n, k, r, d);
+    });
+  }
 };
 
-BoundScan scan(SsdStore& self, uint64_t lo, uint64_t hi) {
-  return unlocked([&] { return BoundScan{self.scan({lo, hi}), self.row_bytes()}; });
+BoundScan scan(SsdStore& self, uint64_t lo, uint64_t hi, bool follow) {
+  return unlocked([&] { return BoundScan{self.scan({lo, hi}, follow), self.row_bytes()}; });
 }
 
 // Changes since a position, and their row size.
@@ -226,7 +237,10 @@ void bind_options(nb::module_& m) {
 void bind_store(nb::module_& m) {
   bind_options(m);
   m.def("repair_store", &repair, "path"_a, "dry_run"_a, "keep_older"_a, "mem_budget"_a);
-  nb::class_<BoundScan>(m, "Scan").def("next", &BoundScan::next, "keys"_a.noconvert(), "rows"_a.noconvert());
+  nb::class_<BoundScan>(m, "Scan")
+      .def("next", &BoundScan::next, "keys"_a.noconvert(), "rows"_a.noconvert())
+      .def("changed", &BoundScan::changed, "lo"_a, "hi"_a, "keys"_a.noconvert(), "rows"_a.noconvert(),
+           "deleted"_a.noconvert());
   nb::class_<BoundChanges>(m, "StoreChanges")
       .def("next", &BoundChanges::next, "keys"_a.noconvert(), "rows"_a.noconvert(), "deleted"_a.noconvert())
       .def_prop_ro("rows", [](const BoundChanges& self) { return self.changes->rows(); });
@@ -249,7 +263,7 @@ void bind_store(nb::module_& m) {
            })
       .def("epochs", [](const SsdStore& self) { return unlocked([&] { return self.epochs(); }); })
       .def("release", [](SsdStore& self, uint64_t epoch) { unlocked([&] { self.release(epoch); }); })
-      .def("scan", &scan, "lo"_a, "hi"_a, nb::keep_alive<0, 1>())
+      .def("scan", &scan, "lo"_a, "hi"_a, "follow"_a, nb::keep_alive<0, 1>())
       .def("position", &position)
       .def("changes_since", &changes_since, "since"_a)
       .def("count", [](SsdStore& self) { return unlocked([&] { return self.count(); }); })

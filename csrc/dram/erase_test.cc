@@ -1,4 +1,5 @@
-// DramTier::erase(): initial rows in place of pinned ones, free slots, and no old row from a pull in progress.
+// DramTier::erase(): initial rows in place of pinned ones, free slots, and no old row from a pull in progress. Rows
+// that the store does not have yet.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -42,53 +43,93 @@ TEST(DramErase, PinnedRowsAreOverwrittenAndOthersFreed) {
   }
 }
 
-// A store whose rows are deleted while another thread reads them: it still gets the old row.
+// A store whose calls begin, and go on when they may.
 class SlowStore : public MapStore {
  public:
   using MapStore::MapStore;
   void get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut rows) override {
-    if (deleted) {
-      std::fill_n(found, n, uint8_t{0});
-      return;
-    }
-    reading = true;
-    while (!deleted) std::this_thread::yield();
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the eraser comes first if it does not wait
     MapStore::get(keys, n, found, rows);
+    wait();
   }
-  std::atomic<bool> reading{false}, deleted{false};
+  void put(const uint64_t* keys, size_t n, RowsIn rows) override {
+    wait();
+    MapStore::put(keys, n, rows);
+  }
+  std::atomic<bool> slow{false}, called{false}, may_end{false};
+
+ private:
+  void wait() {
+    called = true;
+    while (slow && !may_end) std::this_thread::yield();
+  }
 };
 
-TEST(DramErase, WaitsForPullsThatHaveReadOldRows) {
+// A step that deletes rows waits for no read of a batch ahead: neither of other rows nor of these.
+TEST(DramErase, PullsThatHaveReadOldRowsGiveInitialRows) {
   SlowStore store(kLayout.bytes());
-  const uint64_t key = 5;
-  const Row old{1, 2, 3, 4};
-  store.put(&key, 1, RowsIn{reinterpret_cast<const uint8_t*>(old.data()), kLayout.bytes()});
+  const std::vector<uint64_t> keys{5, 6};
+  const std::vector<Row> old(2, Row{1, 2, 3, 4});
+  store.put(keys.data(), 2, RowsIn{reinterpret_cast<const uint8_t*>(old.data()), kLayout.bytes()});
   DramTier tier(options(1 << 16), &store);
+  store.slow = true;
+  store.called = false;
   std::vector<uint32_t> slots;
-  std::thread puller([&] { slots = pull(tier, {key}); });
-  while (!store.reading) std::this_thread::yield();
-  store.deleted = true;
-  tier.erase(&key, 1);
+  std::thread puller([&] { slots = pull(tier, keys); });
+  while (!store.called) std::this_thread::yield();
+  CHECK_EQ(tier.erase(keys.data(), 1), 1u);  // the pull ends only after this
+  CHECK_EQ(tier.erase(keys.data(), 1), 1u);
+  store.may_end = true;
   puller.join();
-  CHECK(std::memcmp(row_at(tier, slots[0]), initial_row(tier, key).data(), kLayout.bytes()) == 0);
-  tier.unpin(slots.data(), 1, false);
+  CHECK(std::memcmp(row_at(tier, slots[0]), initial_row(tier, 5).data(), kLayout.bytes()) == 0);
+  CHECK(std::memcmp(row_at(tier, slots[1]), old[1].data(), kLayout.bytes()) == 0);
+  tier.unpin(slots.data(), 2, false);
   tier.check(true);
 }
 
-// Else a step that deletes rows would wait for the reads of all batches ahead.
-TEST(DramErase, DoesNotWaitForPullsOfOtherRows) {
-  SlowStore store(kLayout.bytes());
-  DramTier tier(options(1 << 16), &store);
-  std::vector<uint32_t> slots;
-  std::thread puller([&] { slots = pull(tier, {5}); });
-  while (!store.reading) std::this_thread::yield();
-  const uint64_t other = 6;
-  CHECK_EQ(tier.erase(&other, 1), 0u);  // the pull ends only after this
-  store.deleted = true;
-  puller.join();
-  tier.unpin(slots.data(), 1, false);
-  tier.check(true);
+// Rows that are being written, by an eviction or ahead of one, are unwritten until the store has them.
+TEST(DramErase, RowsThatAreBeingWritten) {
+  for (const bool ahead : {false, true}) {
+    SlowStore store(kLayout.bytes());
+    TierOptions o = options(1 << 16);
+    if (ahead) o.write_ahead = 1000;
+    DramTier tier(o, &store);
+    const auto keys = range(0, tier.capacity());
+    auto slots = pull(tier, keys);
+    for (size_t i = 0; i < slots.size(); ++i) row_at(tier, slots[i])[0] = static_cast<float>(keys[i]);
+    const auto unwritten = [&](KeyRange range) {
+      std::set<uint64_t> found;
+      tier.unwritten_rows(range, [&](uint64_t key, const uint8_t* row, size_t bytes) {
+        float first;
+        std::memcpy(&first, row, 4);
+        CHECK(bytes == kLayout.bytes() && first == static_cast<float>(key) && found.insert(key).second);
+      });
+      return found;
+    };
+    CHECK(unwritten({}).empty());
+    store.called = false;
+    store.slow = true;
+    tier.unpin(slots.data(), slots.size(), true);
+    std::thread writer([&] {
+      if (ahead) tier.write_ahead(tier.capacity());
+      else pull(tier, range(1'000'000, 1'000'010));
+    });
+    while (!store.called) std::this_thread::yield();
+    CHECK_EQ(unwritten({}).size(), keys.size());
+    const KeyRange low{0, ~uint64_t{0} / 300};
+    for (uint64_t key : unwritten(low)) CHECK(low.contains(key));
+    std::atomic<bool> ended{false};
+    std::thread eraser([&] {
+      tier.end_writes(keys.data(), keys.size());
+      ended = true;
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    CHECK(!ended);
+    store.may_end = true;
+    eraser.join();
+    writer.join();
+    CHECK(unwritten({}).empty());
+    CHECK(store.size() < keys.size());  // the others were dropped
+  }
 }
 
 TEST(DramErase, DirtyRowsOfARange) {

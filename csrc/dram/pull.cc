@@ -113,7 +113,12 @@ size_t DramTier::load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32
     throw;
   }
   if (purpose == Purpose::kAheadOfRead) loading = drop_unknown(s, loading, slots);
-  for (size_t j = 0; j < loading; ++j) meta()[loads.slots[j]].store_state(SlotState::kReady);
+  for (size_t j = 0; j < loading; ++j) {
+    SlotMeta& m = meta()[loads.slots[j]];
+    if (m.end_loading(SlotState::kReady)) continue;
+    initial_.store(m.key, row(loads.slots[j]));  // erased: the store may have returned the old row
+    m.store_state(SlotState::kReady);
+  }
   notify_waiters();
   return next;
 }

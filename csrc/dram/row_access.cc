@@ -120,7 +120,7 @@ size_t DramTier::copy_resident(const Scratch::ReadStatus& lookups, const uint64_
     for_each_lookup(keys, begin, end, prefetch, [&](Shard& shard, size_t i, uint32_t slot) {
       lookups.status[i] = slot == kNoSlot ? ReadState::kMissing : ReadState::kCopied;
       if (slot == kNoSlot) return;
-      if (meta()[slot].load_state() == SlotState::kLoading) {
+      if (is_loading(meta()[slot].load_state())) {
         shard.pin(slot);
         lookups.status[i] = ReadState::kLoading;
         lookups.loading_slots[i] = slot;
@@ -139,7 +139,7 @@ size_t DramTier::copy_resident(const Scratch::ReadStatus& lookups, const uint64_
 bool DramTier::copy_when_loaded(Scratch& s, uint32_t slot, uint8_t* to) {
   {
     std::unique_lock lock(wait_mutex_);
-    ready_.wait(lock, [&] { return meta()[slot].load_state() != SlotState::kLoading; });
+    ready_.wait(lock, [&] { return !is_loading(meta()[slot].load_state()); });
   }
   const bool loaded = meta()[slot].load_state() != SlotState::kFailed;
   if (loaded) std::memcpy(to, row(slot), row_bytes_);
@@ -218,57 +218,61 @@ bool DramTier::replace_resident(const uint64_t* keys, size_t n, const uint8_t* r
 
 // ---- erase
 
-// A pull inserts a key into the index before it reads the store. So a pull that may have read the row before the caller
-// removed it from the store is over, or its slot is kLoading here. Waits for these; a slot that is kLoading afterwards
-// was inserted since, and gets the initial row.
-void DramTier::wait_for_loads(Scratch& s, const uint64_t* keys, size_t n) {
-  std::mutex mutex;
-  std::vector<uint32_t> loading;
-  for_key_groups(s, keys, nullptr, n, [&](Shard& shard, const Probe* probes, size_t m) {
-    for (size_t j = 0; j < m; ++j) {
-      const uint32_t slot = shard.find(probes[j].tag, keys[probes[j].index]);
-      if (slot == kNoSlot || meta()[slot].load_state() != SlotState::kLoading) continue;
-      std::lock_guard lock(mutex);
-      loading.push_back(slot);
+// Calls f(shard, hash, key, slot) for each key that is resident, under the mutex of its shard. Needs no Scratch: pulls
+// keep theirs while they wait for the store.
+template <typename F>
+void DramTier::for_resident(const uint64_t* keys, size_t n, const F& f) {
+  for_rows(n, [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      if (i + kPrefetchAhead < end) {
+        const Hash ahead = hash(keys[i + kPrefetchAhead]);
+        shards_[ahead.shard].prefetch(ahead.tag);
+      }
+      const Hash h = hash(keys[i]);
+      Shard& shard = shards_[h.shard];
+      std::lock_guard lock(shard.mutex);
+      const uint32_t slot = shard.find(h.tag, keys[i]);
+      if (slot != kNoSlot) f(shard, h, keys[i], slot);
     }
   });
-  for (uint32_t slot : loading) {
-    std::unique_lock lock(wait_mutex_);
-    ready_.wait(lock, [&] { return meta()[slot].load_state() != SlotState::kLoading; });
+}
+
+void DramTier::end_writes(const uint64_t* keys, size_t n) {
+  for (std::vector<uint32_t> written;; written.clear()) {
+    std::mutex mutex;
+    for_resident(keys, n, [&](Shard&, Hash, uint64_t, uint32_t slot) {
+      clear_dirty(slot);
+      if (!is_written(meta()[slot].load_state())) return;
+      std::lock_guard lock(mutex);
+      written.push_back(slot);
+    });
+    if (written.empty()) return;
+    // Then once more: rows of a write that failed are dirty again.
+    for (uint32_t slot : written) {
+      std::unique_lock lock(wait_mutex_);
+      ready_.wait(lock, [&] { return !is_written(meta()[slot].load_state()); });
+    }
   }
 }
 
+// A pull inserts a key into the index before it reads the store. So a pull that may have read the row before the caller
+// removed it from the store is over, or its slot is kLoading here: it becomes kErased, and no call waits.
 size_t DramTier::erase(const uint64_t* keys, size_t n) {
-  ScratchPool::Lease s(scratch_);
-  for (size_t b = 0; b < n; b += s->keys_max()) wait_for_loads(*s, keys + b, std::min(s->keys_max(), n - b));
-  // No row is being written to the store: none is kWriting or kEvicting.
-  std::lock_guard ahead(write_ahead_mutex_);
-  std::lock_guard writeback(writeback_mutex_);
   std::atomic<size_t> erased{0};
-  for (size_t b = 0; b < n; b += s->keys_max()) {
-    const uint64_t* const part = keys + b;
-    for_key_groups(*s, part, nullptr, std::min(s->keys_max(), n - b), [&](Shard& shard, const Probe* probes, size_t m) {
-      size_t found = 0;
-      for (size_t j = 0; j < m; ++j) {
-        const uint64_t key = part[probes[j].index];
-        const uint32_t slot = shard.find(probes[j].tag, key);
-        if (slot == kNoSlot) continue;
-        ++found;
-        clear_dirty(slot);
-        SlotMeta& meta_of_slot = meta()[slot];
-        if (meta_of_slot.load_state() == SlotState::kLoading) continue;
-        if (meta_of_slot.pins > 0) {
-          initial_.store(key, row(slot));
-          continue;
-        }
-        if (store_) shard.unlink(slot);  // without a store rows are in no list
-        shard.erase(probes[j].tag, slot);
-        meta_of_slot.store_state(SlotState::kFree);
-        push_free(&slot, 1);
-      }
-      erased += found;
-    });
-  }
+  for_resident(keys, n, [&](Shard& shard, Hash h, uint64_t key, uint32_t slot) {
+    ++erased;
+    clear_dirty(slot);
+    SlotMeta& m = meta()[slot];
+    if (m.end_loading(SlotState::kErased) || is_loading(m.load_state())) return;
+    if (m.pins > 0) {
+      initial_.store(key, row(slot));
+      return;
+    }
+    if (store_) shard.unlink(slot);  // without a store rows are in no list
+    shard.erase(h.tag, slot);
+    m.store_state(SlotState::kFree);
+    push_free(&slot, 1);
+  });
   return erased;
 }
 

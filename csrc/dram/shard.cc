@@ -103,7 +103,7 @@ void Shard::insert(uint32_t tag, uint64_t key, uint32_t slot) {
   ++resident_;
   ++pinned_;
   SlotMeta& m = meta_[slot];
-  m.key = key;
+  std::atomic_ref(m.key).store(key, std::memory_order_relaxed);
   std::atomic_ref(prefixes_[slot]).store(hash_prefix(hash_key(key)), std::memory_order_relaxed);
   m.pins = 1;
   m.list = kNone;

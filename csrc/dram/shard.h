@@ -26,7 +26,8 @@ inline constexpr uint32_t kNoSlot = ~uint32_t{0};
 inline constexpr uint8_t hash_prefix(uint64_t hash) { return static_cast<uint8_t>(hash >> 56); }
 
 // Transitions: kFree -> kLoading (insert) -> kReady (loaded) -> kEvicting (chosen, dirty) -> kFree (written, unpinned);
-// kLoading -> kFailed (load error) -> kFree (last pin released); kReady -> kFree (chosen, clean);
+// kLoading -> kErased (erased meanwhile) -> kReady (loaded: the initial row); kLoading and kErased -> kFailed (load
+// error) -> kFree (last pin released); kReady -> kFree (chosen, clean);
 // kEvicting -> kReady (pinned meanwhile, or the write failed); kReady -> kWriting (a copy is written ahead) -> kReady.
 enum class SlotState : uint8_t {
   kFree = 0,
@@ -35,13 +36,16 @@ enum class SlotState : uint8_t {
   kEvicting = 3,  // in the index, row valid and being written to the store; a pull may pin it, which keeps it resident
   kFailed = 4,    // loading failed: removed from the index, still pinned
   kWriting = 5,   // as kReady, and a copy is being written to the store: not evicted until that has ended
+  kErased = 6,    // as kLoading, but the row that is being read must not be used: the loading call sets the initial row
 };
 
+inline bool is_loading(SlotState s) { return s == SlotState::kLoading || s == SlotState::kErased; }
+inline bool is_written(SlotState s) { return s == SlotState::kWriting || s == SlotState::kEvicting; }
 inline bool is_loaded(SlotState s) { return s == SlotState::kReady || s == SlotState::kWriting; }
 
 // All-zero memory is a free slot.
 struct SlotMeta {
-  uint64_t key;
+  uint64_t key;         // written by atomic stores: see DramTier::unwritten_rows()
   uint32_t prev, next;  // links of one of the shard's lists if `list` is not kNone; `next` also links free slots
   uint32_t pins;
   uint8_t state;  // SlotState; written under the shard's mutex or by the loading call, read by waiting threads
@@ -49,10 +53,16 @@ struct SlotMeta {
   uint8_t visits;  // halved per age: see Shard::age_
   uint8_t age;
 
+  uint64_t load_key() const { return std::atomic_ref(const_cast<uint64_t&>(key)).load(std::memory_order_relaxed); }
   SlotState load_state() const {
     return static_cast<SlotState>(std::atomic_ref(const_cast<uint8_t&>(state)).load(std::memory_order_acquire));
   }
   void store_state(SlotState s) { std::atomic_ref(state).store(static_cast<uint8_t>(s), std::memory_order_release); }
+  // Replaces kLoading by `s`. False: it was another state.
+  bool end_loading(SlotState s) {
+    auto loading = static_cast<uint8_t>(SlotState::kLoading);
+    return std::atomic_ref(state).compare_exchange_strong(loading, static_cast<uint8_t>(s), std::memory_order_acq_rel);
+  }
 };
 static_assert(sizeof(SlotMeta) == 24);
 

@@ -57,7 +57,7 @@ DramTier::Plan DramTier::plan_for(uint32_t capacity, const TierOptions& options)
   p.staged_rows = ahead ? std::min(kStagedBytes, options.budget / 32) / (row_bytes + kStagedRowBytes) : 0;
   p.rows = capacity * row_stride(row_bytes);
   p.metadata = (size_t{capacity} + size_t{p.shards} * Shard::kLists) * sizeof(SlotMeta) +
-               (size_t{capacity} + 63) / 64 * (sizeof(uint64_t) + 64) + p.shards * sizeof(Shard);
+               (size_t{capacity} + 63) / 64 * (2 * sizeof(uint64_t) + 64) + p.shards * sizeof(Shard);
   p.index = size_t{p.shards} * p.buckets * sizeof(uint64_t);
   p.buffers = options.reserved + p.staged_rows * (row_bytes + kStagedRowBytes) +
               p.scratches * (p.scratch_keys * Scratch::kBytes + small_keys * Scratch::kSmallBytes);
@@ -91,6 +91,7 @@ DramTier::DramTier(const TierOptions& options, RowStore* store)
       meta_((size_t{plan_.capacity} + size_t{plan_.shards} * Shard::kLists) * sizeof(SlotMeta)),
       index_(plan_.index),
       dirty_((size_t{plan_.capacity} + 63) / 64 * sizeof(uint64_t)),
+      written_((size_t{plan_.capacity} + 63) / 64 * sizeof(uint64_t)),
       prefixes_((size_t{plan_.capacity} + 63) / 64 * 64),
       staging_(plan_.staged_rows * (row_bytes_ + kStagedRowBytes)),
       shards_(std::make_unique<Shard[]>(plan_.shards)),

@@ -107,9 +107,12 @@ class DramTier {
   void push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique = false);
   // Replaces the rows of `keys` by their initial rows, as if they had never been trained: frees the slots of unpinned
   // rows, and overwrites pinned ones. The caller has removed the keys from the store before, while none of these rows
-  // was dirty, and no other call may change them. Waits for pulls that load one of these rows, so no row that they read
-  // before remains; a read() in progress may still return one. Returns the number of rows that were resident.
+  // was dirty or being written (end_writes), and no other call may change them. Pulls that are loading one of these
+  // rows set the initial row; a read() in progress may still return the old one. Returns the number of rows that were
+  // resident. Waits for no I/O.
   size_t erase(const uint64_t* keys, size_t n);
+  // Drops changes of the rows of `keys` that the store does not have: waits for writes in progress, starts no other.
+  void end_writes(const uint64_t* keys, size_t n);
   // Counts `rows` rows that a batch uses without a pull, because a look-ahead holds their pins.
   void count_hits(size_t rows) { hits_ += rows; }
   // Copy rows between pinned slots and a buffer.
@@ -123,6 +126,10 @@ class DramTier {
   // Changes nothing. No dirty row may change, be written or evicted meanwhile: without a store, pulls may be in
   // progress.
   size_t dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t* rows, KeyRange range = {});
+  // Calls add(key, row, row_bytes) for the rows of a range that the store may not have yet: dirty ones, and those that
+  // are being written. A row whose write has ended meanwhile may be missing: the caller then looks at the store. No row
+  // of the range may change meanwhile; other calls may be in progress. Waits for no I/O.
+  void unwritten_rows(KeyRange range, const std::function<void(uint64_t, const uint8_t*, size_t)>& add);
   // Writes the dirty rows among about `rows` rows to be evicted next; they stay resident and become clean. Returns the
   // number written. A background thread calls it (TierOptions::write_ahead).
   size_t write_ahead(size_t rows);
@@ -233,7 +240,8 @@ class DramTier {
   size_t copy_resident(const Scratch::ReadStatus& lookups, const uint64_t* keys, size_t n, uint8_t* rows);
   bool copy_when_loaded(Scratch& s, uint32_t slot, uint8_t* row);
   size_t read_from_store(const Scratch::StoreReads& reads, size_t n, uint8_t* rows);
-  void wait_for_loads(Scratch& s, const uint64_t* keys, size_t n);
+  template <typename F>
+  void for_resident(const uint64_t* keys, size_t n, const F& f);
   bool replace_resident(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty);
 
   // Free slots and eviction (writeback.cc).
@@ -264,8 +272,12 @@ class DramTier {
   void keep_reserve(size_t taken);
   void continue_reserve();
 
-  // Per word of dirty_words(): the bits of the rows in `range`. The caller excludes evictions.
-  std::vector<uint64_t> dirty_words_of(KeyRange range);
+  // Per word of dirty_words(): the bits of the rows in `range`; with those of written_words(). The caller excludes
+  // evictions, or accepts slots that have another row then.
+  std::vector<uint64_t> dirty_words_of(KeyRange range, bool with_written = false);
+  void set_written(uint32_t slot);
+  void clear_written(uint32_t slot);
+  std::atomic<uint64_t>* written_words() const { return written_.as<std::atomic<uint64_t>>(); }
   bool is_dirty(uint32_t slot) const;
   bool clear_dirty(uint32_t slot);
   void set_dirty(uint32_t slot);
@@ -281,6 +293,7 @@ class DramTier {
   const Plan plan_;
   HugeBuffer slab_, meta_, index_;
   HugeBuffer dirty_;     // one bit per slot in atomic words: any thread may set a bit
+  HugeBuffer written_;   // one bit per slot: set before its dirty bit is cleared, until the store has the row
   HugeBuffer prefixes_;  // one byte per slot: see Shard::init()
   HugeBuffer staging_;   // protected by write_ahead_mutex_
   std::unique_ptr<Shard[]> shards_;

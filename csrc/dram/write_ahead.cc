@@ -50,6 +50,7 @@ bool DramTier::stage_dirty(Shard& shard, size_t share, size_t* staged, bool* eno
     // kWriting: copied by this pass, and perhaps changed since
     if (m.load_state() != SlotState::kReady || !is_dirty(slot)) return true;
     if (*staged == plan_.staged_rows) return complete = false;
+    set_written(slot);
     clear_dirty(slot);
     m.store_state(SlotState::kWriting);
     std::memcpy(to.rows + *staged * row_bytes_, row(slot), row_bytes_);
@@ -80,6 +81,7 @@ void DramTier::end_writing(size_t n, bool written) {
       lock = std::unique_lock(shard.mutex);
     }
     if (!written) set_dirty(rows.slots[j]);
+    clear_written(rows.slots[j]);
     meta()[rows.slots[j]].store_state(SlotState::kReady);
   }
   lock = {};

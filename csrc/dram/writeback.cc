@@ -138,7 +138,9 @@ size_t DramTier::choose_victims_of(Shard& shard, size_t n, const Scratch::Writeb
       break;
     }
     shard.unlink(slot);
-    if (clear_dirty(slot)) {
+    if (is_dirty(slot)) {
+      set_written(slot);
+      clear_dirty(slot);
       m.store_state(SlotState::kEvicting);
       w.keys[*dirty] = m.key;
       w.slots[(*dirty)++] = slot;
@@ -170,6 +172,7 @@ void DramTier::finish_eviction(const Scratch::Writeback& w, size_t dirty, bool w
     }
     SlotMeta& m = meta()[slot];
     if (!written) set_dirty(slot);
+    clear_written(slot);
     if (written && m.pins == 0) {
       shard.erase(h.tag, slot);
       m.store_state(SlotState::kFree);
@@ -186,6 +189,14 @@ void DramTier::finish_eviction(const Scratch::Writeback& w, size_t dirty, bool w
 }
 
 // ---- dirty rows
+
+void DramTier::set_written(uint32_t slot) {
+  written_words()[slot / 64].fetch_or(uint64_t{1} << (slot % 64), std::memory_order_acq_rel);
+}
+
+void DramTier::clear_written(uint32_t slot) {
+  written_words()[slot / 64].fetch_and(~(uint64_t{1} << (slot % 64)), std::memory_order_acq_rel);
+}
 
 void DramTier::set_dirty(uint32_t slot) {
   std::atomic<uint64_t>& word = dirty_words()[slot / 64];
@@ -233,7 +244,7 @@ uint64_t slots_with(uint8_t* prefixes, uint8_t first, uint8_t last) {
 
 }  // namespace
 
-std::vector<uint64_t> DramTier::dirty_words_of(KeyRange range) {
+std::vector<uint64_t> DramTier::dirty_words_of(KeyRange range, bool with_written) {
   // A part of an expiry has one or two prefixes: most keys are excluded by their byte, 24 times less memory.
   const uint8_t first = hash_prefix(range.lo), last = hash_prefix(range.hi);
   const bool narrow = last - first <= 1;
@@ -241,12 +252,14 @@ std::vector<uint64_t> DramTier::dirty_words_of(KeyRange range) {
   const size_t tasks = words.size() / kTaskWords + 1;
   pool_.parallel(tasks, [&](size_t t) {
     for (size_t word = words.size() * t / tasks; word < words.size() * (t + 1) / tasks; ++word) {
-      const uint64_t dirty = dirty_words()[word].load(std::memory_order_acquire);
+      uint64_t dirty = dirty_words()[word].load(std::memory_order_acquire);
+      // After the dirty bits: a bit is set here before it is cleared there.
+      if (with_written) dirty |= written_words()[word].load(std::memory_order_acquire);
       uint64_t kept = dirty;
       if (narrow && dirty != 0) kept &= slots_with(prefixes_.as<uint8_t>() + word * 64, first, last);
       for (uint64_t bits = range.all() ? 0 : kept; bits != 0; bits &= bits - 1) {
         const int bit = std::countr_zero(bits);
-        if (!range.contains(meta()[word * 64 + static_cast<size_t>(bit)].key)) kept &= ~(uint64_t{1} << bit);
+        if (!range.contains(meta()[word * 64 + static_cast<size_t>(bit)].load_key())) kept &= ~(uint64_t{1} << bit);
       }
       words[word] = kept;
     }
@@ -276,7 +289,11 @@ void DramTier::flush(RowStore* to, KeyRange range) {
       uint64_t bits =
           dirty_words()[word].load(std::memory_order_relaxed) & (wanted.empty() ? ~uint64_t{0} : wanted[word]);
       if (bits == 0) continue;
-      for (bits &= dirty_words()[word].fetch_and(~bits, std::memory_order_acq_rel); bits != 0; bits &= bits - 1) {
+      written_words()[word].fetch_or(bits, std::memory_order_acq_rel);
+      const uint64_t wanted_bits = bits;
+      bits &= dirty_words()[word].fetch_and(~bits, std::memory_order_acq_rel);
+      written_words()[word].fetch_and(~(wanted_bits & ~bits), std::memory_order_acq_rel);  // rows that were erased
+      for (; bits != 0; bits &= bits - 1) {
         w.slots[n] = static_cast<uint32_t>(word * 64 + std::countr_zero(bits));
         w.keys[n] = meta()[w.slots[n]].key;
         ++n;
@@ -286,9 +303,13 @@ void DramTier::flush(RowStore* to, KeyRange range) {
     try {
       store->put(w.keys, n, RowsIn{slab_.as<uint8_t>(), stride_, w.slots});
     } catch (...) {
-      for (size_t j = 0; j < n; ++j) set_dirty(w.slots[j]);
+      for (size_t j = 0; j < n; ++j) {
+        set_dirty(w.slots[j]);
+        clear_written(w.slots[j]);
+      }
       throw;
     }
+    for (size_t j = 0; j < n; ++j) clear_written(w.slots[j]);
     flushed_ += n;
     ++puts_;
   }
@@ -310,6 +331,22 @@ size_t DramTier::dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t*
     std::memcpy(rows + n++ * row_bytes_, row(*next), row_bytes_);
   }
   return n;
+}
+
+// A row whose write has ended since its bit was read may have left its slot.
+void DramTier::unwritten_rows(KeyRange range, const std::function<void(uint64_t, const uint8_t*, size_t)>& add) {
+  const std::vector<uint64_t> words = dirty_words_of(range, true);
+  for (size_t word = 0; word < words.size(); ++word) {
+    for (uint64_t bits = words[word]; bits != 0; bits &= bits - 1) {
+      const auto slot = static_cast<uint32_t>(word * 64 + static_cast<size_t>(std::countr_zero(bits)));
+      const uint64_t key = meta()[slot].load_key();
+      const Hash h = hash(key);
+      std::lock_guard lock(shards_[h.shard].mutex);
+      if (!range.contains(key) || shards_[h.shard].find(h.tag, key) != slot) continue;
+      if (is_loading(meta()[slot].load_state())) continue;
+      add(key, row(slot), row_bytes_);
+    }
+  }
 }
 
 // ---- invariants and statistics
@@ -343,6 +380,8 @@ void DramTier::check(bool idle) {
   }
   if (pinned != 0) fail(std::to_string(pinned) + " rows are still pinned; unpin every pulled batch");
   for (uint32_t slot = 0; slot < plan_.capacity; ++slot) {
+    if (written_words()[slot / 64].load() >> (slot % 64) & 1)
+      fail("slot " + std::to_string(slot) + " is being written");
     const bool dirty = dirty_words()[slot / 64].load() >> (slot % 64) & 1;
     if (dirty && meta()[slot].load_state() != SlotState::kReady) {
       fail("slot " + std::to_string(slot) + " is dirty but holds no row");

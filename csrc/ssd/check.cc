@@ -80,7 +80,7 @@ void SsdStore::Impl::check_extent(const Extent& extent) {
 std::vector<std::string> SsdStore::Impl::find_damage(std::exception_ptr* first) {
   auto life = alive();
   std::lock_guard committing(commit_mutex_);  // a release would remove manifests
-  std::lock_guard write(write_mutex_);
+  const auto write = begin_write();
   auto paused = merger_->pause();  // a merge would replace partitions
   std::vector<std::string> found;
   auto add = [&](const Error& e) {

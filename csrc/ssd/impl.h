@@ -1,10 +1,12 @@
 // Implementation of SsdStore: store.cc (open, commit, close), store_read.cc, store_write.cc, store_scan.cc,
-// store_changes.cc, check.cc.
+// store_follow.cc, store_changes.cc, check.cc.
 //
 // Locks, in the order in which they are taken:
 //   life_         shared by every call, exclusive by close()
 //   commit_mutex_ serialises commits, releases, links and checks; held during their I/O
-//   write_mutex_  serialises puts, deletes, loads, checks and the flush at the start of a commit; not held during syncs
+//   write_mutex_  serialises puts, loads, checks and the flush at the start of a commit; not held during syncs. Taken
+//   by
+//                 begin_write(). A deletion does not wait for it: see deletions_
 //   merge lock    of Merger: shared by every running merge, exclusive by those that need partitions to stay
 //   index_mutex_  the index and the write buffer: shared to plan reads, exclusive to change them; never held during I/O
 // The mutexes of Catalog, Reader and MergeScheduler are innermost: no other lock is taken while one is held.
@@ -13,6 +15,8 @@
 //  1. A committed file is not changed and not deleted while a retained epoch needs it.
 //  2. A row is in the write buffer or in the index from the return of put() on; a failed flush leaves it in the buffer.
 //  3. After a failed sync the store accepts no more writes (failed_).
+//  4. A key in deletions_ has no row, whatever the buffer and the index have; a later put() moves it to the buffer
+//  first.
 #pragma once
 
 #include <sys/types.h>
@@ -21,6 +25,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <string>
 #include <unordered_map>
@@ -46,6 +51,7 @@ class SsdStore::Impl {
 
   void get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut rows);
   void put(const uint64_t* keys, size_t n, const RowsIn* rows);  // rows null: deletions
+  void erase(const uint64_t* keys, size_t n);
   void load(const uint64_t* keys, size_t n, RowsIn rows);
   uint64_t commit(const std::string& note);
   void release(uint64_t epoch);
@@ -56,7 +62,18 @@ class SsdStore::Impl {
     std::vector<ssd::PartitionView> partitions;
     std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>> buffered;
   };
+  // The rows of a range that were put or deleted since a scan of it began: the newest one of each key, null for a
+  // deletion. Protected by index_mutex_.
+  struct Followed {
+    KeyRange range;
+    std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>> rows;
+    bool lost = false;  // they took too much memory, and are no longer kept
+  };
   RangeView view(KeyRange range);
+  RangeView view(const std::shared_ptr<Followed>& followed);  // of its range; `buffered` is in followed->rows
+  // SsdStore::Scan::changed() of `part`, a part of the range of `followed`.
+  std::optional<size_t> changed(const Followed& followed, KeyRange part, size_t max, uint64_t* keys, uint8_t* rows,
+                                uint8_t* deleted);
   StorePosition position();
   std::vector<std::shared_ptr<const ssd::Extent>> extents_since(const StorePosition& since, std::string* cause);
   uint64_t count();
@@ -83,6 +100,12 @@ class SsdStore::Impl {
   void load_extents(const std::vector<std::shared_ptr<ssd::Extent>>& extents, ThreadPool& threads);
   bool filters_fit(const ssd::Manifest& manifest);
   void require_writable() const;
+  std::unique_lock<std::mutex> begin_write();  // takes write_mutex_; deletions_ are in the buffer then
+  // Called when rows become visible, with the index lock held exclusively. Row i has key keys[i], or keys[item.index].
+  void follow(const uint64_t* keys, size_t n, const RowsIn* rows);
+  void follow(const std::vector<ssd::Item>& by_hash, const uint64_t* keys, const RowsIn* rows);
+  void follow(Followed& followed, uint64_t key, const uint8_t* row) const;
+  RangeView view_locked(KeyRange range) const;  // the caller holds the index lock
   // The caller of the following holds write_mutex_.
   void flush_for_reading();  // flush_buffer() if there is something to flush; also of a read-only store
   void flush_buffer();       // moves all rows to the index, or throws and leaves all in the buffer
@@ -120,9 +143,11 @@ class SsdStore::Impl {
   std::mutex write_mutex_;   // protects log_
   ssd::LogWriter log_;
 
-  mutable FairMutex index_mutex_;  // protects index_, buffer_, epoch_, note_, failed_
+  mutable FairMutex index_mutex_;  // protects the members up to failed_
   ssd::Index index_;
   ssd::WriteBuffer buffer_;
+  ssd::WriteBuffer deletions_;  // newer than buffer_
+  std::vector<std::weak_ptr<Followed>> followed_;
   uint64_t epoch_ = 0;
   std::string note_;
   std::string failed_;  // why the store accepts no more writes; empty: it accepts them

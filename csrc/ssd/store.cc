@@ -21,6 +21,7 @@ namespace {
 constexpr char kIdentityFile[] = "STORE";
 constexpr char kLockFile[] = "LOCK";
 constexpr size_t kOpeningThreads = 16;
+constexpr size_t kDeletionsShare = 16;  // of the memory of the write buffer, for deletions that wait for a put()
 
 // Temporary file of a publish_file() or a repair that did not finish.
 bool is_temporary(const std::string& name) {
@@ -130,7 +131,8 @@ SsdStore::Impl::Impl(std::shared_ptr<FileSystem> fs, const std::string& path, co
       owner_(getpid()),
       log_(ctx, pool_, options.segment_bytes, [this](FileKind kind) { return catalog_.create(kind); }),
       index_(id.geometry, options.max_log_ratio),
-      buffer_(id.geometry.row_bytes, ctx.sizes.write_buffer),
+      buffer_(id.geometry.row_bytes, ctx.sizes.write_buffer - ctx.sizes.write_buffer / kDeletionsShare),
+      deletions_(0, ctx.sizes.write_buffer / kDeletionsShare),
       reader_(ctx) {
   for (int attempt = 0;; ++attempt) {
     catalog_.load();
@@ -311,7 +313,7 @@ uint64_t SsdStore::Impl::commit(const std::string& note) {
   Manifest m;
   std::vector<std::shared_ptr<DataFile>> files;  // keeps the files until the catalog retains them for the epoch
   {
-    std::lock_guard write(write_mutex_);  // not held below: puts go on during the syncs
+    const auto write = begin_write();  // not held below: puts go on during the syncs
     require_writable();
     ctx.fs->failpoint("commit.begin");
     flush_buffer();

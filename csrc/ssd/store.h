@@ -74,7 +74,7 @@ struct StorePosition {
   uint64_t first_page = 0;  // of the extent; 0: it is not in the log, so that changes_since() cannot start here
 };
 
-// Thread safety: all calls may run concurrently. Writes (put, erase, load, merge_all, check) run one at a time; get()
+// Thread safety: all calls may run concurrently. Writes (put, load, merge_all, check) run one at a time; get(), erase()
 // and scans run beside them and are never blocked by their I/O. commit() blocks writes only while it appends buffered
 // rows to the log; writes and reads run beside its syncs. Invariants: 1. A get() that starts after a put() returned
 // sees its rows. 2. After a crash the store opens at the last commit that returned, or at a later one that had started.
@@ -90,6 +90,7 @@ class SsdStore : public RowStore {
   // (StoreStats::get_scratch_peak). A damaged page throws if it may have one of the keys.
   void get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut rows) override;
   void put(const uint64_t* keys, size_t n, RowsIn rows) override;
+  // Waits for no put(), unless many deletions wait for the next put() or commit().
   void erase(const uint64_t* keys, size_t n);
   // put() for bulk loading: if the store has no row between the least and the greatest hash of the keys, the rows are
   // written to base files directly, without log and merging. Use it for batches of ascending hash ranges.
@@ -109,8 +110,15 @@ class SsdStore : public RowStore {
    public:
     virtual ~Scan() = default;
     virtual size_t next(size_t max_rows, uint64_t* keys, uint8_t* rows) = 0;  // 0: end
+    // Of a scan that follows its range: the keys of `part`, a part of the range, that were put or deleted since the
+    // scan began, each once, with its newest row. Returns their number; writes nothing if that is more than `max`. Of a
+    // put() that runs meanwhile, some rows may be missing. nullopt: too many rows have changed to be kept.
+    virtual std::optional<size_t> changed(KeyRange part, size_t max, uint64_t* keys, uint8_t* rows,
+                                          uint8_t* deleted) = 0;
   };
-  std::unique_ptr<Scan> scan(KeyRange range = {});
+  // `follow`: keeps a copy of the rows of the range that change until the scan is deleted, up to 32 MiB. The scan
+  // itself is then in hash order; rows that are buffered when it begins count as changed.
+  std::unique_ptr<Scan> scan(KeyRange range = {}, bool follow = false);
 
   // The position of all rows put so far.
   StorePosition position();

@@ -10,7 +10,7 @@ using namespace ssd;
 
 StorePosition SsdStore::Impl::position() {
   auto life = alive();
-  std::lock_guard write(write_mutex_);
+  const auto write = begin_write();
   flush_for_reading();
   std::shared_lock lock(index_mutex_);
   StorePosition p;
@@ -29,7 +29,7 @@ StorePosition SsdStore::Impl::position() {
 std::vector<std::shared_ptr<const Extent>> SsdStore::Impl::extents_since(const StorePosition& since,
                                                                          std::string* cause) {
   auto life = alive();
-  std::lock_guard write(write_mutex_);
+  const auto write = begin_write();
   flush_for_reading();
   std::shared_lock lock(index_mutex_);
   if (!std::equal(std::begin(since.store_id), std::end(since.store_id), std::begin(ctx.id.store_id))) {

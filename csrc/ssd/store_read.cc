@@ -47,9 +47,10 @@ class SsdStore::Impl::GetPlans : public PlanSource {
 };
 
 void SsdStore::Impl::take_from_buffer(ReadPlan& plan, const RowsWanted& wanted) const {
-  if (buffer_.size() == 0) return;
+  if (buffer_.size() + deletions_.size() == 0) return;
   size_t kept = 0;
   for (auto& item : plan.items) {
+    if (deletions_.find(wanted.keys[item.index]) >= 0) continue;
     int64_t at = buffer_.find(wanted.keys[item.index]);
     if (at < 0) {
       plan.items[kept++] = item;

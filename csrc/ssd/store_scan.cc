@@ -9,7 +9,7 @@ using namespace ssd;
 
 std::vector<PartitionView> SsdStore::Impl::views() {
   auto life = alive();
-  std::lock_guard write(write_mutex_);
+  const auto write = begin_write();
   flush_for_reading();
   std::shared_lock lock(index_mutex_);
   std::vector<PartitionView> out;
@@ -20,6 +20,20 @@ std::vector<PartitionView> SsdStore::Impl::views() {
 SsdStore::Impl::RangeView SsdStore::Impl::view(KeyRange range) {
   auto life = alive();
   std::shared_lock lock(index_mutex_);
+  return view_locked(range);
+}
+
+SsdStore::Impl::RangeView SsdStore::Impl::view(const std::shared_ptr<Followed>& followed) {
+  auto life = alive();
+  std::unique_lock lock(index_mutex_);
+  RangeView out = view_locked(followed->range);
+  followed->rows.swap(out.buffered);  // the first changes: so the rows of the scan are in hash order
+  std::erase_if(followed_, [](auto& each) { return each.expired(); });
+  followed_.push_back(followed);
+  return out;
+}
+
+SsdStore::Impl::RangeView SsdStore::Impl::view_locked(KeyRange range) const {
   RangeView out;
   for (size_t i = index_.partition_of(range.lo); i < index_.size() && index_.partition(i).lo <= range.hi; ++i) {
     PartitionView view = index_.view(i);
@@ -33,6 +47,9 @@ SsdStore::Impl::RangeView SsdStore::Impl::view(KeyRange range) {
     if (buffer_.deleted(i)) continue;
     row = std::make_unique<uint8_t[]>(ctx.g.row_bytes);
     std::memcpy(row.get(), buffer_.row(i), ctx.g.row_bytes);
+  }
+  for (uint64_t key : deletions_.keys()) {
+    if (range.contains(key)) out.buffered[key] = nullptr;
   }
   return out;
 }
@@ -51,7 +68,7 @@ uint64_t SsdStore::Impl::count() {
 }
 
 uint64_t SsdStore::Impl::buffer_memory() const {
-  return buffer_.memory() + log_.memory() + reader_.memory() + merger_->memory();
+  return buffer_.memory() + deletions_.memory() + log_.memory() + reader_.memory() + merger_->memory();
 }
 
 StoreStats SsdStore::Impl::stats() const {
@@ -61,7 +78,7 @@ StoreStats SsdStore::Impl::stats() const {
     std::shared_lock lock(index_mutex_);
     s.epoch = epoch_;
     s.rows_in_base = index_.base_rows();
-    s.rows_in_log = index_.log_rows() + buffer_.size();
+    s.rows_in_log = index_.log_rows() + buffer_.size() + deletions_.size();
     s.partitions = index_.size();
     s.log_bytes = index_.log_bytes();
     s.base_bytes = index_.base_bytes();
@@ -116,7 +133,7 @@ std::vector<std::string> SsdStore::Impl::take_warnings() {
 
 void SsdStore::Impl::merge_all() {
   auto life = alive();
-  std::lock_guard write(write_mutex_);
+  const auto write = begin_write();
   require_writable();
   flush_buffer();
   merger_->merge_all();
@@ -128,8 +145,10 @@ namespace {
 
 class PartitionScan : public SsdStore::Scan {
  public:
-  PartitionScan(std::shared_ptr<SsdStore::Impl> impl, SsdStore::Impl::RangeView view)
+  PartitionScan(std::shared_ptr<SsdStore::Impl> impl, SsdStore::Impl::RangeView view,
+                std::shared_ptr<SsdStore::Impl::Followed> followed = nullptr)
       : impl_(std::move(impl)),
+        followed_(std::move(followed)),
         views_(std::move(view.partitions)),
         buffered_(std::move(view.buffered)),
         next_buffered_(buffered_.begin()) {}
@@ -160,8 +179,14 @@ class PartitionScan : public SsdStore::Scan {
     return n;
   }
 
+  std::optional<size_t> changed(KeyRange part, size_t max, uint64_t* keys, uint8_t* rows, uint8_t* deleted) override {
+    if (!followed_) throw Error("scan: it does not follow its range");
+    return impl_->changed(*followed_, part, max, keys, rows, deleted);
+  }
+
  private:
   std::shared_ptr<SsdStore::Impl> impl_;  // keeps the context alive after close()
+  const std::shared_ptr<SsdStore::Impl::Followed> followed_;
   std::vector<PartitionView> views_;
   const std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>> buffered_;
   std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>>::const_iterator next_buffered_;
@@ -175,13 +200,19 @@ size_t SsdStore::row_bytes() const { return impl_->ctx.g.row_bytes; }
 void SsdStore::get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut rows) { impl_->get(keys, n, found, rows); }
 void SsdStore::put(const uint64_t* keys, size_t n, RowsIn rows) { impl_->put(keys, n, &rows); }
 void SsdStore::load(const uint64_t* keys, size_t n, RowsIn rows) { impl_->load(keys, n, rows); }
-void SsdStore::erase(const uint64_t* keys, size_t n) { impl_->put(keys, n, nullptr); }
+void SsdStore::erase(const uint64_t* keys, size_t n) { impl_->erase(keys, n); }
 uint64_t SsdStore::commit(const std::string& note) { return impl_->commit(note); }
 uint64_t SsdStore::epoch() const { return impl_->epoch(); }
 std::string SsdStore::note() const { return impl_->note(); }
 std::vector<uint64_t> SsdStore::epochs() const { return impl_->epochs(); }
 void SsdStore::release(uint64_t epoch) { impl_->release(epoch); }
-std::unique_ptr<SsdStore::Scan> SsdStore::scan(KeyRange range) {
+std::unique_ptr<SsdStore::Scan> SsdStore::scan(KeyRange range, bool follow) {
+  if (follow) {
+    auto followed = std::make_shared<Impl::Followed>();
+    followed->range = range;
+    Impl::RangeView view = impl_->view(followed);
+    return std::make_unique<PartitionScan>(impl_, std::move(view), std::move(followed));
+  }
   if (range.all()) return std::make_unique<PartitionScan>(impl_, Impl::RangeView{impl_->views(), {}});
   return std::make_unique<PartitionScan>(impl_, impl_->view(range));
 }

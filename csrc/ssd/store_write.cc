@@ -1,5 +1,5 @@
 // Writes of SsdStore: put and erase through the write buffer and the log, load into base files. All functions here
-// except put() and load() run with write_mutex_ held.
+// except put(), erase(), load() and begin_write() run with write_mutex_ held.
 #include <algorithm>
 #include <atomic>
 
@@ -12,11 +12,45 @@ using namespace ssd;
 void SsdStore::Impl::put(const uint64_t* keys, size_t n, const RowsIn* rows) {
   auto life = alive();
   if (n == 0) return;
-  std::lock_guard write(write_mutex_);
+  const auto write = begin_write();
   require_writable();
   if (n > UINT32_MAX) throw Error(ctx.path + ": more than 2^32 keys in one call");
   bytes_put_ += n * (rows ? ctx.g.entry_bytes() : 8);
   add(keys, n, rows);
+}
+
+// A put() may wait for the device and for merges, and a step of training waits for its deletions. So they wait for no
+// put(): the next one moves them to the buffer, before its own rows.
+void SsdStore::Impl::erase(const uint64_t* keys, size_t n) {
+  {
+    auto life = alive();
+    require_writable();
+    std::unique_lock lock(index_mutex_);
+    // Those that wait must fit into an empty buffer.
+    if (deletions_.size() + n <= std::min(deletions_.capacity(), buffer_.capacity())) {
+      for (size_t i = 0; i < n; ++i) deletions_.set(keys[i], nullptr);
+      follow(keys, n, nullptr);
+      bytes_put_ += n * 8;
+      return;
+    }
+  }
+  put(keys, n, nullptr);
+}
+
+std::unique_lock<std::mutex> SsdStore::Impl::begin_write() {
+  std::unique_lock write(write_mutex_);
+  for (;;) {
+    {
+      std::unique_lock lock(index_mutex_);
+      if (buffer_.size() + deletions_.size() <= buffer_.capacity()) {
+        for (uint64_t key : deletions_.keys()) buffer_.set(key, nullptr);
+        deletions_.clear();
+        return write;
+      }
+    }
+    require_writable();
+    flush_buffer();
+  }
 }
 
 void SsdStore::Impl::add(const uint64_t* keys, size_t n, const RowsIn* rows) {
@@ -27,6 +61,7 @@ void SsdStore::Impl::add(const uint64_t* keys, size_t n, const RowsIn* rows) {
     }
     std::unique_lock lock(index_mutex_);
     for (size_t i = 0; i < n; ++i) buffer_.set(keys[i], rows ? rows->at(i) : nullptr);
+    follow(keys, n, rows);
     return;
   }
   admit();
@@ -61,6 +96,7 @@ void SsdStore::Impl::write_batch(std::vector<Item>& items, const uint64_t* keys,
   {
     std::unique_lock lock(index_mutex_);
     index_.add_extent(std::move(extent), entries);
+    follow(items, keys, rows);
   }
   ctx.fs->failpoint("extent.indexed");
   merger_->flushed(bytes);
@@ -182,7 +218,7 @@ void SsdStore::Impl::load(const uint64_t* keys, size_t n, RowsIn rows) {
   auto less = [](const Item& a, const Item& b) { return a.hash < b.hash; };
   if (!std::is_sorted(items.begin(), items.end(), less)) sort_items(items);
   keep_last(items);
-  std::lock_guard write(write_mutex_);
+  const auto write = begin_write();
   require_writable();
   bytes_put_ += n * ctx.g.entry_bytes();
   Index::Merge job;
@@ -209,6 +245,7 @@ void SsdStore::Impl::load(const uint64_t* keys, size_t n, RowsIn rows) {
   ctx.fs->failpoint("load.written");
   std::unique_lock lock(index_mutex_);
   index_.finish_merge(job, std::move(pieces));
+  follow(items, keys, &rows);
   // The rows are in no extent: a missing number says so to changes_since().
   index_.start_at(log_.skip_extent());
 }

@@ -26,6 +26,7 @@ STEPS = "tests/training/test_graph_step.py"
 PLANS = "tests/tiers/test_plan_graph.py"
 STATISTICS = "tests/embedding/test_row_statistics.py"
 EXPIRY = "tests/embedding/test_expiry.py"
+EXPIRY_AHEAD = "tests/embedding/test_expiry_ahead.py"
 
 
 MUTANTS = [
@@ -106,7 +107,21 @@ MUTANTS = [
         "tiers/host_rows.py",
         "        self.dram.flush(store, part)\n",
         "        self.dram.flush(store, KeyPart(0, 10**9))\n",
-        EXPIRY,
+        EXPIRY_AHEAD,
+    ),
+    PythonMutant(
+        "a part that was read ahead tests rows as they were last written",
+        "tiers/scan_ahead.py",
+        "        return [*pieces, (unwritten, unwritten_rows[:, self.words])], unwritten\n",
+        "        return pieces, unwritten\n",
+        EXPIRY_AHEAD,
+    ),
+    PythonMutant(
+        "a part that was read ahead tests rows as of the scan",
+        "tiers/scan_ahead.py",
+        "        kept = _absent(keys, np.concatenate([changed_keys, unwritten]))\n",
+        "        kept = _absent(keys, unwritten)\n",
+        EXPIRY_AHEAD,
     ),
     PythonMutant(
         "rows decay with each part of an expiry",

@@ -377,7 +377,10 @@ class ShardedBackend(Unrecorded):
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
         return self.local.rows(store, batch_rows)
 
-    def expire(self, select: Select, store: SsdStore | None, part: KeyPart) -> Keys:
+    def expect_expiry(self, store: SsdStore | None, coming: Sequence[KeyPart], *, weights: bool) -> None:
+        self.local.expect_expiry(store, coming, weights=weights)
+
+    def expire(self, select: Select, store: SsdStore | None, part: KeyPart, *, weights: bool) -> Keys:
         """See `RowBackend.expire`: the rows that this rank owns. Batches are fetched after it, so none is open."""
         if self._open:
             raise RuntimeError(
@@ -385,7 +388,7 @@ class ShardedBackend(Unrecorded):
                 "before the next batch is drawn"
             )
         self._rows_change()
-        return self.local.expire(select, store, part)
+        return self.local.expire(select, store, part, weights=weights)
 
     def flush(self, store: SsdStore | None = None) -> None:
         self.local.flush(store)

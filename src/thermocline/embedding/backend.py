@@ -337,11 +337,17 @@ class RowBackend(Protocol):
 
     # ---- durability and expiry; between steps
 
-    def expire(self, select: Select, store: SsdStore | None, part: KeyPart) -> Keys:
+    def expect_expiry(self, store: SsdStore | None, coming: Sequence[KeyPart], *, weights: bool) -> None:
+        """Begin to read rows of parts of the keys that `expire` is called for soon, in this order. A hint."""
+
+    def expire(self, select: Select, store: SsdStore | None, part: KeyPart, *, weights: bool) -> Keys:
         """Delete the rows of this process that `select` chooses among those of `part`, in all tiers; return their keys.
 
-        Every batch that is fetched afterwards reads their initial rows, also if it was pulled before. `store`: where
-        checkpoints are. Pipelines may be running.
+        Every batch that is fetched afterwards reads their initial rows, also if it was pulled before. Pipelines may be
+        running.
+
+        store     where checkpoints are
+        weights   `select` needs whole rows; else it may get the statistics of rows alone
         """
 
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:

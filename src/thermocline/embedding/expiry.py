@@ -23,6 +23,8 @@ from thermocline.embedding.row_statistics import RowStatistics, Statistic, Stati
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import require
 
+STEPS_AHEAD = 64
+"""Steps before the turn of a part at which its rows may be read."""
 _MOST_PARTS = 1000
 _ROWS_OF_PART = 10_000
 """Rows of `max_rows` and `min_rows` per part, at least: smaller parts would differ much in size."""
@@ -114,6 +116,18 @@ class Expiry:
         """Return the part of the keys that is tested after this step; None: none."""
         number = step % self.every
         return KeyPart(number, self.parts) if step >= self.every and number < self.parts else None
+
+    def parts_after(self, step: int, steps: int) -> Iterator[KeyPart]:
+        """Iterate over the parts that are tested after the next `steps` steps."""
+        for later in range(step + 1, step + steps + 1):
+            if (part := self.part_after(later)) is not None:
+                yield part
+
+    @property
+    def weights(self) -> bool:
+        """Whether rules need the weights of rows, not only their statistics."""
+        limited = self.max_rows is not None or self.min_rows > 0
+        return self.min_norm is not None or (limited and self.order in (None, "norm"))
 
     def checked(self, statistics: RowStatistics) -> Expiry:
         """Return the rules with their order. Raises `ValueError` if a rule needs a statistic that rows do not have."""

@@ -239,7 +239,10 @@ class ReferenceBackend(Unrecorded):
                 row[-1] = self.statistics.decays
         return words.view(np.float32)
 
-    def expire(self, select: Select, store: SsdStore | None, part: KeyPart) -> Keys:
+    def expect_expiry(self, store: SsdStore | None, coming: Sequence[KeyPart], *, weights: bool) -> None:
+        """Nothing: rows are in memory."""
+
+    def expire(self, select: Select, store: SsdStore | None, part: KeyPart, *, weights: bool) -> Keys:
         """See `RowBackend.expire`: by the rules of `reference_statistics.py`."""
         assert isinstance(select, Selection)
         expiry = select.expiry

@@ -25,7 +25,7 @@ from thermocline.embedding.batch_plan import (
     ReducedGradients,
     select_inputs,
 )
-from thermocline.embedding.expiry import Expired, Expiry, Selection
+from thermocline.embedding.expiry import STEPS_AHEAD, Expired, Expiry, Selection
 from thermocline.embedding.initializers import Initial, Uniform
 from thermocline.embedding.key_hash import ALL_KEYS, KeyPart
 from thermocline.embedding.member_keys import Member
@@ -554,6 +554,9 @@ class Table(OpenTable):
         part = None if self.expiry is None else self.expiry.part_after(self.step_count)
         if self.expiry is not None and part is not None:
             self._expire(self.expiry, part)
+        if self.expiry is not None:
+            coming = list(self.expiry.parts_after(self.step_count, STEPS_AHEAD))
+            self.backend.expect_expiry(self.checkpoint_store, coming, weights=self.expiry.weights)
 
     def expire(self, expiry: Expiry) -> int:
         """Delete rows by the rules of `expiry` now, whatever its `every`; return their number. Between steps.
@@ -575,7 +578,7 @@ class Table(OpenTable):
         """Delete rows of a part of the keys, and of one of the tables that are stored together; return their number."""
         selection = Selection(expiry, self.spec, self.backend.statistics, self.step_count, part, self._total)
         select = selection if member is None else member.select(selection)
-        keys = self.backend.expire(select, self.checkpoint_store, part)
+        keys = self.backend.expire(select, self.checkpoint_store, part, weights=expiry.weights)
         self.expired.add(part, len(keys), selection.rows - len(keys), selection.seconds)
         if self._admission is not None and (len(keys) or self.groups is not None):
             self._admission.forget(keys)

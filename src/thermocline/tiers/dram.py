@@ -312,10 +312,23 @@ class DramTier:
     def erase(self, keys: Keys) -> int:
         """Replace the rows of `keys` by their initial rows, pinned ones in place; return how many were here.
 
-        Call it after the keys were deleted from the store, while none of their rows was dirty. Blocks until pulls that
-        load one of these rows have ended.
+        Call it after the keys were deleted from the store, while none of their rows was dirty or being written: see
+        `end_writes`. Waits for no I/O: pulls that are loading one of these rows set the initial row.
         """
         return self._core.erase(keys)
+
+    def end_writes(self, keys: Keys) -> None:
+        """Drop changes of these rows that the store does not have. Blocks while one of them is being written."""
+        self._core.end_writes(keys)
+
+    def unwritten_rows(self, part: KeyPart) -> tuple[Keys, Floats]:
+        """Return keys and stored rows of a part of the keys that the store may not have: changed, or being written.
+
+        No row of the part may change meanwhile; other calls may be in progress. One whose write has ended meanwhile may
+        be missing. Waits for no I/O.
+        """
+        keys, rows = self._core.unwritten_rows(part.lo, part.hi)
+        return keys, rows.view(np.float32).reshape(len(keys), self._words)
 
     def drop_hints(self) -> bool:
         """Unpin all rows that are pinned as a hint. Return whether there may have been any. Thread-safe."""
@@ -419,6 +432,11 @@ class DramTier:
     def dim(self) -> int:
         """Weights per row."""
         return self._dim
+
+    @property
+    def coded(self) -> bool:
+        """Whether a stored row is not the floats of the decoded one."""
+        return self._coded
 
     @property
     def floats(self) -> int:

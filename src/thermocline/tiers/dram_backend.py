@@ -378,10 +378,11 @@ class DramBackend(Unrecorded):
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
         return self.host.rows(store, batch_rows)
 
-    def expire(self, select: Select, store: SsdStore | None, part: KeyPart) -> Keys:
-        keys = select((keys, self.caught_up(rows)) for keys, rows in self.host.rows(store, 65536, part))
-        self.host.erase(keys, store)
-        return keys
+    def expect_expiry(self, store: SsdStore | None, coming: Sequence[KeyPart], *, weights: bool) -> None:
+        self.host.expect_expiry(store, coming, weights=weights)
+
+    def expire(self, select: Select, store: SsdStore | None, part: KeyPart, *, weights: bool) -> Keys:
+        return self.host.expire(select, store, part, self.caught_up, weights=weights)
 
     def flush(self, store: SsdStore | None = None) -> None:
         self.host.dram.flush(store)

@@ -484,12 +484,14 @@ class HbmBackend:
         self.write_back()
         yield from self.host.rows(store, batch_rows)
 
-    def expire(self, select: Select, store: SsdStore | None, part: KeyPart) -> Keys:
+    def expect_expiry(self, store: SsdStore | None, coming: Sequence[KeyPart], *, weights: bool) -> None:
+        self.host.expect_expiry(store, coming, weights=weights)
+
+    def expire(self, select: Select, store: SsdStore | None, part: KeyPart, *, weights: bool) -> Keys:
         with self.hbm.exclusive():  # no window is planned meanwhile
             self.hbm.write_back(part)
             self._save_scale()
-            keys = select((keys, self._caught_up(rows)) for keys, rows in self.host.rows(store, 65536, part))
-            self.host.erase(keys, store)
+            keys = self.host.expire(select, store, part, self._caught_up, weights=weights)
             self.hbm.erase(keys)
         return keys
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from thermocline.arrays import Floats, Keys, Rows
+from thermocline.embedding.backend import Select
 from thermocline.embedding.key_hash import ALL_KEYS, KeyPart
 from thermocline.embedding.precision import parse_precision
 from thermocline.embedding.quant_scale import LearnedScale
@@ -18,6 +19,7 @@ from thermocline.embedding.row_statistics import parse_statistics
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import FormatError, ThermoclineError
 from thermocline.tiers.dram import DramTier
+from thermocline.tiers.scan_ahead import ScanAhead
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils import atomic_file
 
@@ -87,6 +89,7 @@ class HostRows:
         self._threads = threads
         self._path = spec.ssd
         self._opening = threading.Lock()  # held while the store is replaced
+        self._ahead = ScanAhead()
         self.store = None
         self.reopen(epoch)
 
@@ -159,13 +162,48 @@ class HostRows:
         for keys, rows in store.scan(batch_rows, part):
             yield keys, self.dram.decode(rows.view(np.float32))
 
-    def erase(self, keys: Keys, store: SsdStore | None) -> None:
-        """Delete rows, none of which is dirty. `store`: where checkpoints are."""
-        if len(keys) == 0:
-            return
+    def expect_expiry(self, store: SsdStore | None, coming: Sequence[KeyPart], *, weights: bool) -> None:
+        """See `RowBackend.expect_expiry`."""
         store = self.store or store
         if store is not None:
+            self._ahead.expect(store, self.dram, coming, self._words(weights))
+
+    def _words(self, weights: bool) -> slice:
+        """Return the words of a stored row that an expiry needs: all, or the statistics if they can be told apart."""
+        statistics = self._spec.statistics
+        return slice(None) if weights or self.dram.coded or not statistics else slice(-statistics.words, None)
+
+    def expire(
+        self, select: Select, store: SsdStore | None, part: KeyPart, caught_up: Callable[[Floats], Floats], *,
+        weights: bool,
+    ) -> Keys:  # fmt: skip
+        """Delete the rows of a part that `select` chooses, in DRAM and store; return their keys.
+
+        caught_up   catches up copies of rows
+        weights     `select` needs whole rows, not only their statistics
+        """
+        at, words = self.store or store, self._words(weights)
+        taken = None if at is None else self._ahead.take(at, self.dram, part, words)
+        if taken is None:
+            keys = select((keys, caught_up(rows)) for keys, rows in self.rows(store, 65536, part))
+            unwritten = keys[:0]
+        else:
+            pieces, unwritten = taken
+            if words == slice(None):
+                pieces = [(keys, caught_up(self.dram.decode(rows))) for keys, rows in pieces]
+            keys = select(iter(pieces))
+        self._erase(keys, at, np.intersect1d(keys, unwritten))
+        return keys
+
+    def _erase(self, keys: Keys, store: SsdStore | None, unwritten: Keys) -> None:
+        """Delete rows. `unwritten`: those that may be dirty, or being written."""
+        if len(keys) == 0:
+            return
+        if store is not None:
             store.delete(keys)  # first: then the DRAM tier cannot read them again
+            if len(unwritten):
+                self.dram.end_writes(unwritten)
+                store.delete(unwritten)  # a write may have ended after the first deletion
         self.dram.erase(keys)
 
     def require_idle(self) -> None:
@@ -178,5 +216,6 @@ class HostRows:
 
     def close(self) -> None:
         """Close the store."""
+        self._ahead.close()
         if self.store is not None:
             self.store.close()

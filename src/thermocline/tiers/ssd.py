@@ -269,7 +269,11 @@ class SsdStore:
         """
         if batch_rows <= 0:
             raise ValueError(f"batch_rows is {batch_rows}: it must be at least 1")
-        return _batches(self._core.scan(part.lo, part.hi), batch_rows, self._row_bytes)
+        return _batches(self._core.scan(part.lo, part.hi, follow=False), batch_rows, self._row_bytes)
+
+    def follow(self, lo: int, hi: int) -> FollowedScan:
+        """Begin a scan of the keys with hashes from `lo` to `hi`, of the rows as of now, and keep track of changes."""
+        return FollowedScan(self._core.scan(lo, hi, follow=True), self._row_bytes)
 
     def position(self) -> str:
         """Return a text that identifies the rows put so far, for `changes`."""
@@ -400,6 +404,37 @@ def _batches(scan: core.Scan, batch_rows: int, row_bytes: int) -> Iterator[tuple
         if count == 0:
             return
         yield keys[:count], rows[:count]
+
+
+class FollowedScan:
+    """A scan of a part of the keys, and the rows of it that change since. Made by `SsdStore.follow`.
+
+    Rows that were in the write buffer of the store when it began may be among the changed ones only.
+    """
+
+    def __init__(self, scan: core.Scan, row_bytes: int) -> None:
+        self._scan = scan
+        self.row_bytes = row_bytes
+
+    def rows(self, batch_rows: int) -> Iterator[tuple[Keys, Rows]]:
+        """Iterate over the rows as of the begin of the scan, in hash order. Once."""
+        return _batches(self._scan, batch_rows, self.row_bytes)
+
+    def changed(self, part: KeyPart) -> tuple[Keys, Rows, npt.NDArray[np.bool_]] | None:
+        """Return the keys of a part of the scanned ones that were put or deleted since the scan began, each once.
+
+        Returns (keys, newest rows, deleted); the rows of deleted keys are undefined. None: too many rows have changed.
+        """
+        room = 256
+        while True:
+            keys, deleted = np.empty(room, np.uint64), np.empty(room, np.bool_)
+            rows = np.empty((room, self.row_bytes), np.uint8)
+            count = self._scan.changed(part.lo, part.hi, keys, rows, deleted.view(np.uint8))
+            if count is None:
+                return None
+            if count <= room:
+                return keys[:count], rows[:count], deleted[:count]
+            room = 2 * count  # writes go on meanwhile
 
 
 def _changes(

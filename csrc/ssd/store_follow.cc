@@ -1,0 +1,70 @@
+// Rows of a range that change after a scan of it began: SsdStore::Scan::changed().
+#include <algorithm>
+#include <cstring>
+
+#include "ssd/impl.h"
+
+namespace thermocline {
+
+using namespace ssd;
+
+namespace {
+
+constexpr size_t kMostBytes = 32u << 20;
+constexpr size_t kEntryBytes = 80;  // of the map and the allocator, per row
+
+}  // namespace
+
+void SsdStore::Impl::follow(Followed& followed, uint64_t key, const uint8_t* row) const {
+  if (followed.lost || !followed.range.contains(key)) return;
+  auto& kept = followed.rows[key];
+  if (!row) {
+    kept.reset();
+  } else {
+    if (!kept) kept = std::make_unique<uint8_t[]>(ctx.g.row_bytes);
+    std::memcpy(kept.get(), row, ctx.g.row_bytes);
+  }
+  if (followed.rows.size() * (ctx.g.row_bytes + kEntryBytes) <= kMostBytes) return;
+  followed.lost = true;
+  followed.rows.clear();
+}
+
+void SsdStore::Impl::follow(const uint64_t* keys, size_t n, const RowsIn* rows) {
+  for (auto& each : followed_) {
+    const auto followed = each.lock();
+    for (size_t i = 0; followed && i < n; ++i) follow(*followed, keys[i], rows ? rows->at(i) : nullptr);
+  }
+}
+
+void SsdStore::Impl::follow(const std::vector<Item>& by_hash, const uint64_t* keys, const RowsIn* rows) {
+  for (auto& each : followed_) {
+    const auto followed = each.lock();
+    if (!followed) continue;
+    auto item = std::lower_bound(by_hash.begin(), by_hash.end(), followed->range.lo,
+                                 [](const Item& a, uint64_t lo) { return a.hash < lo; });
+    for (; item != by_hash.end() && item->hash <= followed->range.hi; ++item) {
+      follow(*followed, keys[item->index], rows ? rows->at(item->index) : nullptr);
+    }
+  }
+}
+
+std::optional<size_t> SsdStore::Impl::changed(const Followed& followed, KeyRange part, size_t max, uint64_t* keys,
+                                              uint8_t* rows, uint8_t* deleted) {
+  auto life = alive();
+  std::shared_lock lock(index_mutex_);
+  if (followed.lost) return std::nullopt;
+  size_t n = 0;
+  for (const auto& [key, row] : followed.rows) n += part.contains(key);
+  if (n > max) return n;
+  size_t i = 0;
+  for (const auto& [key, row] : followed.rows) {
+    if (!part.contains(key)) continue;
+    keys[i] = key;
+    deleted[i] = row == nullptr;
+    if (row) std::memcpy(rows + i * ctx.g.row_bytes, row.get(), ctx.g.row_bytes);
+    ++i;
+  }
+  return n;
+}
+
+}  // namespace thermocline

@@ -1,0 +1,161 @@
+// Scans that follow their range, against an oracle; deletions that wait for no put().
+#include <atomic>
+#include <optional>
+#include <random>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "ssd/store.h"
+#include "ssd/store_test_util.h"
+#include "testing/fault_fs.h"
+#include "testing/mem_fs.h"
+#include "testing/test.h"
+#include "util/hash.h"
+
+namespace thermocline {
+namespace {
+
+using testing::FaultFs;
+using testing::MemFs;
+
+constexpr uint64_t kKeys = 3000;
+constexpr KeyRange kMiddle{~uint64_t{0} / 4, ~uint64_t{0} / 4 * 3};
+
+// Rows of `part` that a scan has read, with those that have changed since.
+std::optional<Oracle> rows_of(const Oracle& read, SsdStore::Scan& scan, KeyRange part) {
+  Oracle rows;
+  for (auto& [key, row] : read) {
+    if (part.contains(key)) rows[key] = row;
+  }
+  std::vector<uint64_t> keys(kKeys);
+  std::vector<uint8_t> values(kKeys * kRow), deleted(kKeys);
+  const auto n = scan.changed(part, kKeys, keys.data(), values.data(), deleted.data());
+  if (!n) return std::nullopt;
+  CHECK_EQ(std::set(keys.begin(), keys.begin() + static_cast<ptrdiff_t>(*n)).size(), *n);
+  for (size_t i = 0; i < *n; ++i) {
+    CHECK(part.contains(keys[i]));
+    if (deleted[i]) rows.erase(keys[i]);
+    else std::memcpy(rows[keys[i]].data(), &values[i * kRow], kRow);
+  }
+  return rows;
+}
+
+Oracle read_all(SsdStore::Scan& scan) {
+  Oracle rows;
+  std::vector<uint64_t> keys(97);
+  std::vector<uint8_t> values(97 * kRow);
+  while (size_t n = scan.next(97, keys.data(), values.data())) {
+    for (size_t i = 0; i < n; ++i) std::memcpy(rows[keys[i]].data(), &values[i * kRow], kRow);
+  }
+  return rows;
+}
+
+TEST(StoreFollow, ScanAndChangesGiveTheRowsOfNow) {
+  for (unsigned seed = 0; seed < 12; ++seed) {
+    std::mt19937_64 rng(seed);
+    auto fs = std::make_shared<MemFs>();
+    fs->make_dir("/s");
+    StoreOptions o = small_options();
+    o.background_merge = seed % 2 == 0;
+    auto store = SsdStore::open(fs, "/s/a", o);
+    Oracle oracle, read;
+    std::unique_ptr<SsdStore::Scan> scan;
+    for (int step = 0; step < 80; ++step) {
+      if (step % 20 == 10) scan = store->scan(kMiddle, true);
+      if (step % 20 == 13) read = read_all(*scan);
+      std::vector<uint64_t> keys;
+      for (size_t i = rng() % (step % 5 ? 30 : 600); i > 0; --i) keys.push_back(rng() % kKeys);
+      std::vector<uint8_t> rows(keys.size() * kRow);
+      for (auto& byte : rows) byte = static_cast<uint8_t>(rng());
+      switch (rng() % 6) {
+        case 0:
+        case 1:
+          store->erase(keys.data(), keys.size());
+          for (uint64_t k : keys) oracle.erase(k);
+          keys.clear();
+          break;
+        case 2:
+          store->load(keys.data(), keys.size(), {rows.data(), kRow});
+          break;
+        case 3:
+          if (rng() % 4 == 0) store->merge_all();
+          if (rng() % 4 == 0) store->commit("");
+          [[fallthrough]];
+        default:
+          store->put(keys.data(), keys.size(), {rows.data(), kRow});
+      }
+      for (size_t i = 0; i < keys.size(); ++i) std::memcpy(oracle[keys[i]].data(), &rows[i * kRow], kRow);
+      if (step % 20 >= 13 && scan) {
+        for (KeyRange part : {kMiddle, KeyRange{kMiddle.lo, ~uint64_t{0} / 2}}) {
+          const auto found = rows_of(read, *scan, part);
+          CHECK(found.has_value());
+          Oracle expected;
+          for (auto& [key, row] : oracle) {
+            if (part.contains(key)) expected[key] = row;
+          }
+          CHECK(*found == expected);
+        }
+      }
+      if (step % 10 == 9) expect_equal(*store, oracle, kKeys);
+    }
+    store->commit("");
+    scan.reset();
+    store.reset();
+    o.create = false;
+    store = SsdStore::open(fs, "/s/a", o);
+    expect_equal(*store, oracle, kKeys);
+    store->check();
+  }
+}
+
+TEST(StoreFollow, ChangesThatTakeTooMuchMemoryAreGivenUp) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  auto store = SsdStore::open(fs, "/s/a", small_options());
+  auto scan = store->scan({}, true);
+  put_range(*store, 0, 1000);
+  uint64_t key = 0;
+  uint8_t row[kRow], deleted = 0;
+  CHECK_EQ(*scan->changed({}, 1, &key, row, &deleted), 1000u);  // more than there is room for: nothing is written
+  CHECK_EQ(key, 0u);
+  put_range(*store, 0, 400'000);
+  CHECK(!scan->changed({}, 1, &key, row, &deleted));
+}
+
+// Else a step that deletes rows would wait for the writes of evictions, and for merges.
+TEST(StoreFollow, DeletionsDoNotWaitForAPut) {
+  auto inner = std::make_shared<MemFs>();
+  inner->make_dir("/s");
+  auto fs = std::make_shared<FaultFs>(inner);
+  auto store = SsdStore::open(fs, "/s/a", small_options());
+  put_range(*store, 0, 1000);
+  std::atomic<bool> writing{false}, erased{false};
+  fs->on_point([&](std::string_view point) {
+    if (point != "extent.indexed") return;
+    writing = true;
+    while (!erased) std::this_thread::yield();
+  });
+  std::thread writer([&] { put_range(*store, 500, 1500); });
+  while (!writing) std::this_thread::yield();
+  const std::vector<uint64_t> keys{3, 700, 1200, 9999};
+  store->erase(keys.data(), keys.size());  // the put ends only after this
+  std::vector<uint8_t> found(keys.size()), rows(keys.size() * kRow);
+  store->get(keys.data(), keys.size(), found.data(), {rows.data(), kRow});
+  for (uint8_t f : found) CHECK_EQ(f, 0);
+  erased = true;
+  writer.join();
+  Oracle oracle;
+  for (uint64_t k = 0; k < 1500; ++k) std::memcpy((oracle[k] = {}).data(), &k, 8);
+  for (uint64_t k : keys) oracle.erase(k);
+  put_range(*store, 700, 701);  // newer than its deletion
+  std::memcpy((oracle[700] = {}).data(), &keys[1], 8);
+  expect_equal(*store, oracle, 2000);
+  store->commit("");
+  store.reset();
+  store = SsdStore::open(inner, "/s/a", small_options());
+  expect_equal(*store, oracle, 2000);
+}
+
+}  // namespace
+}  // namespace thermocline
