@@ -20,6 +20,7 @@ class FaultFile : public File {
   FaultFile(FaultFs& fs, std::unique_ptr<File> inner) : fs_(fs), inner_(std::move(inner)) {}
 
   void pread(void* buf, size_t bytes, uint64_t offset) override {
+    fs_.call(&FaultFs::read_hook_);
     FaultPlan plan;
     if (!fs_.hit(kReads, &plan)) return inner_->pread(buf, bytes, offset);
     if (plan.fault != Fault::kFlip) throw_fault(plan.fault, "read of " + path());
@@ -38,7 +39,7 @@ class FaultFile : public File {
   }
 
   void datasync() override {
-    fs_.before_sync();
+    fs_.call(&FaultFs::sync_hook_);
     fs_.maybe_fail(kSyncs, "fdatasync of " + path());
     inner_->datasync();
   }
@@ -88,11 +89,16 @@ void FaultFs::on_sync(std::function<void()> hook, int concurrency) {
   sync_concurrency_ = concurrency;
 }
 
-void FaultFs::before_sync() {
+void FaultFs::on_read(std::function<void()> hook) {
+  std::lock_guard lock(mutex_);
+  read_hook_ = std::move(hook);
+}
+
+void FaultFs::call(std::function<void()> FaultFs::* member) {
   std::function<void()> hook;
   {
     std::lock_guard lock(mutex_);
-    hook = sync_hook_;
+    hook = this->*member;
   }
   if (hook) hook();
 }

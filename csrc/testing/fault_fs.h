@@ -1,4 +1,4 @@
-// Injects failures into operations of a file system, flips bits of reads, and calls hooks at failpoints and syncs.
+// Injects failures into operations of a file system, flips bits of reads, calls hooks at failpoints, syncs and reads.
 #pragma once
 
 #include <atomic>
@@ -53,6 +53,8 @@ class FaultFs : public FileSystem {
   std::map<std::string, uint64_t> points() const;  // calls per failpoint
   // Sets a hook at the start of every datasync, on its thread: it may block or sleep. `concurrency`: syncs at once.
   void on_sync(std::function<void()> hook, int concurrency = 1);
+  // Sets a hook at the start of every read of a file, on its thread: it may block or sleep.
+  void on_read(std::function<void()> hook);
 
   std::unique_ptr<File> open(const std::string& path, OpenMode mode) override;
   void rename(const std::string& from, const std::string& to) override;
@@ -72,7 +74,7 @@ class FaultFs : public FileSystem {
   // Counts an operation; true if it must fail.
   bool hit(unsigned op, FaultPlan* plan);
   void maybe_fail(unsigned op, const std::string& what);
-  void before_sync();
+  void call(std::function<void()> FaultFs::* member);  // a hook, without the lock
 
   const std::shared_ptr<FileSystem> inner_;
   std::atomic<uint64_t> seen_{0}, fired_{0};
@@ -81,7 +83,7 @@ class FaultFs : public FileSystem {
   bool armed_ = false;
   FaultPlan plan_;
   std::function<void(std::string_view)> hook_;
-  std::function<void()> sync_hook_;
+  std::function<void()> sync_hook_, read_hook_;
   std::map<std::string, uint64_t, std::less<>> points_;
 };
 

@@ -9,6 +9,8 @@ _SHM = "tests/distributed/test_shm_transport.py"
 _TOPOLOGY = "tests/distributed/test_topology.py"
 _HEARTBEAT = "tests/distributed/test_heartbeat.py"
 _MESSAGES = "tests/distributed/test_messages.py"
+_STATES = "tests/distributed/test_dense_state.py::test_saving_evaluating_and_resuming_change_no_bit"
+_STORE_FILES = "tests/distributed/test_store_files.py"
 _RUNS = "tests/checkpoint/test_untrusted_runs.py"
 _FILES = "tests/utils/test_atomic_file.py"
 _TRAINING = "tests/training/test_damage.py"
@@ -69,6 +71,27 @@ STORE = [
         "  if (copied_bytes_ <= bound) return;\n",
         "  if (copied_bytes_ <= bound || bound > 0) return;\n",
         "StoreDamage.",
+    ),
+    CppMutant(
+        "a damaged old manifest is not reported",
+        "ssd/catalog.cc",
+        '  ctx_.warnings.add(\n      ctx_.path +\n      ": no file of this store',
+        '  (void)(\n      ctx_.path +\n      ": no file of this store',
+        "StoreRepair.DamagedOldManifest",
+    ),
+    CppMutant(
+        "the number of extents does not grow with the budget",
+        "ssd/files.cc",
+        "std::max(std::min<size_t>(budget_pages / 16, 4096), budget_pages / 64)",
+        "std::min<size_t>(budget_pages / 16, 4096)",
+        "Store.ALargerBudget",
+    ),
+    CppMutant(
+        "the keys of the log are read one after the other at opening",
+        "ssd/store.cc",
+        "rows(std::clamp<size_t>(fit, 1, static_cast<size_t>(threads.size())));",
+        "rows(std::clamp<size_t>(fit, 1, 1));",
+        "Store.OpeningReads",
     ),
 ]
 RANKS = [
@@ -154,9 +177,80 @@ RANKS = [
     PythonMutant(
         "files of a store are not counted at start",
         "distributed/store_files.py",
-        "    needed = others + _STORE_CONNECTIONS + groups.connections + more + _SPARE_FILES\n",
-        "    needed = others + _STORE_CONNECTIONS + groups.connections + _SPARE_FILES\n",
-        "tests/distributed/test_store_files.py",
+        "        needed = others + max(of_store, files)\n",
+        "        needed = others\n",
+        _STORE_FILES,
+    ),
+    PythonMutant(
+        "rows of the log are counted as base files",
+        "distributed/store_files.py",
+        "    least = min(base_files(size), base_files(least_base) + least_log)\n",
+        "    least = base_files(size)\n",
+        _STORE_FILES,
+    ),
+    PythonMutant(
+        "a limit below the largest number of files is not reported",
+        "distributed/store_files.py",
+        "    if caution is not None and topology.rank == 0:\n",
+        "    if caution is not None and topology.rank < 0:\n",
+        _STORE_FILES,
+    ),
+    PythonMutant(
+        "the limit of torchrun is not raised",
+        "distributed/group_setup.py",
+        "    resource.prlimit(process, resource.RLIMIT_NOFILE, (needed if enough else hard, hard))\n",
+        "",
+        "tests/distributed/test_rendezvous.py::test_rank_0_raises_the_limit_of_torchrun",
+    ),
+    PythonMutant(
+        "two hops accept machines with different numbers of ranks",
+        "distributed/row_exchange.py",
+        '        if hops == "two" and not topology.is_uniform:\n',
+        '        if hops == "three" and not topology.is_uniform:\n',
+        f"{_TOPOLOGY}::test_unequal_machines_are_refused_on_every_rank_by_two_hops_only",
+    ),
+    PythonMutant(
+        "the parts of a manifest are sent to all ranks",
+        "checkpoint/manager.py",
+        '            written = collective.gather_to_rank0("writing the state of the ranks", write)\n',
+        '            written = collective.gather("writing the state of the ranks", write)\n',
+        f"{_MESSAGES}::test_save_sends_the_manifest_once",
+    ),
+    PythonMutant(
+        "resharding reads the stores of all ranks",
+        "checkpoint/table_stores.py",
+        "        return [saved[rank] for rank in overlapping_ranks(self._rank, self._world, len(saved))]\n",
+        "        return saved\n",
+        "tests/distributed/test_eval_ranks.py::test_resharding_reads_only_stores_with_own_rows",
+    ),
+    PythonMutant(
+        "input files of ranks are not compared",
+        "training/run.py",
+        "            self._require_equal(self._identities, ",
+        "            self._require_equal({}, ",
+        "tests/distributed/test_rank_agreement.py::test_configs_and_data_of_a_run",
+    ),
+    PythonMutant(
+        "a save merges the dense models",
+        "checkpoint/rank_states.py",
+        "        tensors: state_tree.Tensors = {}\n        state = state_tree.pack(self._own_state()",
+        "        tensors: state_tree.Tensors = {}\n        _ = self._dense_sync and self._dense_sync.merge_now()\n"
+        "        state = state_tree.pack(self._own_state()",
+        _STATES,
+    ),
+    PythonMutant(
+        "evaluation leaves the mean model on the ranks",
+        "distributed/model_mean.py",
+        "            tensor.data = data\n",
+        "            pass\n",
+        _STATES,
+    ),
+    PythonMutant(
+        "rows of the open batch are exchanged early",
+        "distributed/early_rows.py",
+        "            chosen = torch.from_numpy(~_among(slots, np.concatenate(opened)))\n",
+        "            chosen = torch.ones(len(slots), dtype=torch.bool)\n",
+        "tests/distributed/test_early_rows.py",
     ),
     PythonMutant(
         "the NUMA node of the GPU is not used",
@@ -237,6 +331,13 @@ FILES = [
         '        if self.spec.on_damage == "stop" and (damage := self.damage):\n',
         '        if self.spec.on_damage == "never" and (damage := self.damage):\n',
         f"{_TRAINING}::test_own_loops_stop_at_a_batch_or_a_commit",
+    ),
+    PythonMutant(
+        "metrics do not show damage",
+        "training/rank_figures.py",
+        "sum(map(_damaged_partitions, self._tables)) if damaged else 0\n",
+        "0\n",
+        f"{_TRAINING}::test_going_on_is_exact_and_damage_is_shown",
     ),
     PythonMutant(
         "damage of one rank stops that rank only",

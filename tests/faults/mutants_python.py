@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from bugs_in_guards import GUARDS
@@ -20,7 +21,10 @@ from bugs_in_runs import BUGS
 from planted_bugs import PythonMutant, chosen, plant
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 300
+CLEAN_LIMIT, BUG_LIMIT = 1800.0, 300.0
+"""Seconds of the tests without a bug, and with one."""
+SLOWER = 10
+"""A test with a bug may take this many times as long as without: on a busy machine, slowness is no detection."""
 HINTS = "tests/distributed/test_hints.py"
 STEPS = "tests/training/test_graph_step.py"
 PLANS = "tests/tiers/test_plan_graph.py"
@@ -161,8 +165,8 @@ MUTANTS = [
 ]
 
 
-def first_failure(package: Path, tests: str) -> str:
-    """Return the first failing test; empty if all pass."""
+def first_failure(package: Path, tests: str, seconds: float) -> str:
+    """Return the first failing test, or that they took longer than `seconds`; empty if all pass."""
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(package), str(ROOT)]))
     command = [
         sys.executable,
@@ -176,12 +180,14 @@ def first_failure(package: Path, tests: str) -> str:
         "not faults and not long",
         "-p",
         "no:cacheprovider",
+        "--timeout",
+        "0",
         tests,
     ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=TIMEOUT, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        return f"{tests} timed out"
+        return f"{tests} timed out after {seconds:.0f} s"
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
     return failed[0].removeprefix("FAILED ")[:150] if failed else f"exit {done.returncode}" * (done.returncode != 0)
 
@@ -192,13 +198,19 @@ def main(names: list[str]) -> int:
         package = Path(folder) / "src"
         shutil.copytree(ROOT / "src", package, ignore=shutil.ignore_patterns("__pycache__"))
 
+        limits: dict[str, float] = {}
+
         def clean() -> str:
-            files = dict.fromkeys(mutant.tests for mutant in mutants)
-            return next((reason for tests in files if (reason := first_failure(package, tests))), "")
+            for tests in dict.fromkeys(mutant.tests for mutant in mutants):
+                start = time.monotonic()
+                if reason := first_failure(package, tests, CLEAN_LIMIT):
+                    return reason
+                limits[tests] = max(BUG_LIMIT, SLOWER * (time.monotonic() - start))
+            return ""
 
         return plant(
             mutants, package / "thermocline", "tests/faults/mutants_python.py", clean,
-            lambda mutant: first_failure(package, mutant.tests),
+            lambda mutant: first_failure(package, mutant.tests, limits[mutant.tests]),
         )  # fmt: skip
 
 

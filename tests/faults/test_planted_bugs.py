@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,20 @@ def test_bugs_that_do_not_match_are_reported_before_any_test_runs(tmp_path: Path
     assert [line.split("'")[1] for line in found] == ["twice", "gone", "moved", "same"]
     with pytest.raises(SystemExit, match=r"'gone' does not match a\.py: its text occurs 0 times"):
         plant(wrong, tmp_path, "list.py", lambda: pytest.fail("ran"), lambda mutant: pytest.fail("ran"))
+
+
+def test_the_time_limit_of_a_bug_follows_the_time_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine tests are slow with and without a bug: that is no detection."""
+    planted_bugs("mutants_python")  # makes the module importable
+    script = sys.modules["mutants_python"]
+    clock, limits = [0.0], []
+
+    def slow(package: Path, tests: str, seconds: float) -> str:
+        clock[0] += 200
+        limits.append(seconds)
+        return "failed" if len(limits) > 1 else ""
+
+    monkeypatch.setattr(script, "first_failure", slow)
+    monkeypatch.setattr(script.time, "monotonic", lambda: clock[0])
+    assert script.main(["names of temporary files are predictable"]) == 0
+    assert limits == [script.CLEAN_LIMIT, 2000]
