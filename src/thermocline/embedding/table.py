@@ -45,6 +45,7 @@ from thermocline.errors import (
 )
 from thermocline.tiers.local_backend import make_local_backend
 from thermocline.utils.machine import release_memory, require_memory, reserve_memory
+from thermocline.utils.malloc import keep_freed_memory
 from thermocline.utils.text_format import parse_size
 
 if TYPE_CHECKING:
@@ -406,6 +407,7 @@ class Table(OpenTable):
 
         specs   those of the bag that makes the pass; the plan has the inputs of all bags that are trained
         """
+        keep_freed_memory()  # as `tc.prefetch` does
         plan = self.prepare(batch, self._with_others(batch, specs, trained=True))
         self._pending.hold(plan)
         prepared, key = batch.prepared, ("forward", self)
