@@ -259,8 +259,10 @@ def _open_table(
         found = data.line_breaks is None and has_line_breaks(samples, len(own_columns), delimiter)
         line_breaks = bool(data.line_breaks) or found
     if features is None and format == "csv":
-        of_path = {name: [value] for name, value in sources[0].partitions.items() if value}
-        check_columns({**sampled_values(samples[0], own_columns, delimiter), **of_path}, columns, data, sources[0].name)
+        path_values = {name: [value] for name, value in sources[0].partitions.items() if value}
+        check_columns(
+            {**sampled_values(samples[0], own_columns, delimiter), **path_values}, columns, data, sources[0].name
+        )
     sample = max(
         ((text[start:], ratio) for (text, ratio), start in zip(heads, starts, strict=False)), key=lambda s: len(s[0])
     )

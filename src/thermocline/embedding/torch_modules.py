@@ -237,8 +237,8 @@ class EmbeddingBags(torch.nn.ModuleList):
         if starts[:, 0].any() or (lengths < 0).any() or any(own[-1] != len(ids) for ids, own in parts):
             return None  # a module that is called alone raises
         if (lengths == 1).all():
-            ids = np.stack([ids for ids, _ in parts], axis=1).reshape(-1)
-            return Batch(as_keys(ids), np.arange(len(ids) + 1), len(bags), names=names)
+            one_each = np.stack([ids for ids, _ in parts], axis=1).reshape(-1)
+            return Batch(as_keys(one_each), np.arange(len(one_each) + 1), len(bags), names=names)
         return Batch.from_jagged(names, np.concatenate([ids for ids, _ in parts]), lengths.reshape(-1))
 
 
