@@ -11,8 +11,10 @@ Method   Each side is a process of its own, which trains a number of steps when 
 Sides    one table         tc.Table, tc.EmbeddingBag with 26 fields
          tiers             26 tables of tc.Tiers, a tc.EmbeddingBag each, joined by tc.EmbeddingBags
          tiers, cat        the same, joined by torch.cat
-         nn bags           26 tables of tc.Tiers, a tc.nn.EmbeddingBag each, called with ids and offsets of its own as
-                           in examples/port_dlrm.py, joined by torch.cat; without tc.prefetch
+         nn bags           26 tables of tc.Tiers, a tc.nn.EmbeddingBag each, called together by tc.nn.EmbeddingBags with
+                           ids and offsets of each, as in examples/port_dlrm.py; joined outputs; without tc.prefetch
+         nn bags, cat      the same, a tensor per module, joined by torch.cat
+         nn bags alone     the same modules, called one by one, joined by torch.cat
          separate          26 tc.Tables, a tc.EmbeddingBag each, as before tc.Tiers
          collection, one   EmbeddingBagCollection of one table with 26 features
          collection        EmbeddingBagCollection of 26 tables
@@ -39,9 +41,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import Claim, console, environment, print_claims, spread, write_json
 
-SIDES = ["one table", "tiers", "tiers, cat", "nn bags", "separate", "collection, one", "collection"]
+NN_SIDES = ["nn bags", "nn bags, cat", "nn bags alone"]
+SIDES = ["one table", "tiers", "tiers, cat", *NN_SIDES, "separate", "collection, one", "collection"]
 BASE = {
-    **dict.fromkeys(["tiers", "tiers, cat", "nn bags", "separate"], "one table"),
+    **dict.fromkeys(["tiers", "tiers, cat", *NN_SIDES, "separate"], "one table"),
     "collection": "collection, one",
 }
 TARGET = 1.2
@@ -135,7 +138,7 @@ def _make_step(options: argparse.Namespace, ids: list[np.ndarray[Any, Any]], con
     optimizer = tc.Adagrad(lr=0.1)
     if options.side.startswith("collection"):
         return _collection_step(_Work(options, ids, constant, names, budgets, optimizer))
-    if options.side == "nn bags":
+    if options.side in NN_SIDES:
         return _nn_step(_Work(options, ids, constant, names, budgets, optimizer))
     offsets = np.arange(options.batch * options.tables + 1)
     shift = (np.arange(options.tables) << 32) if options.side == "one table" else 0
@@ -181,16 +184,24 @@ def _nn_step(work: _Work) -> Callable[[], None]:
 
     options = work.options
     tiers = tc.Tiers(**work.budgets)
-    bags = [tc.nn.EmbeddingBag(tiers.table(name, options.dim, work.optimizer), mode="sum") for name in work.names]
+    bags = tc.nn.EmbeddingBags(
+        tc.nn.EmbeddingBag(tiers.table(name, options.dim, work.optimizer), mode="sum") for name in work.names
+    )
     _fill(options, list(tiers.tables.values()), 0)
     rows = tc.RowOptimizer(tiers)
-    offsets = torch.arange(options.batch)
+    offsets = [torch.arange(options.batch)] * len(bags)
     data = itertools.cycle([list(torch.from_numpy(np.ascontiguousarray(batch.T))) for batch in work.ids])
 
     def step() -> None:
-        vectors = [bag(values, offsets) for bag, values in zip(bags, next(data), strict=True)]
+        ids = next(data)
+        if options.side == "nn bags":
+            joined = bags.joined(ids, offsets)
+        elif options.side == "nn bags, cat":
+            joined = torch.cat(bags(ids, offsets), 1)
+        else:
+            joined = torch.cat([bag(*pair) for bag, *pair in zip(bags, ids, offsets, strict=True)], 1)
         rows.zero_grad()
-        (torch.cat(vectors, 1) * work.constant).sum().backward()
+        (joined * work.constant).sum().backward()
         rows.step()
 
     return step

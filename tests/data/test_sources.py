@@ -100,11 +100,65 @@ def test_dates_of_partitions_need_a_bucket(tmp_path: Path) -> None:
     assert batch.ids.reshape(4, 2)[:, 1].tolist() == [key("date", b"%d" % day) for day in (0, 0, 1, 1)]
 
 
-def test_partitions_of_text_files_give_a_warning(tmp_path: Path) -> None:
+@pytest.fixture
+def csv_hive(tmp_path: Path, hive: Path) -> Path:
+    """The rows of `hive` as CSV files in the same folders."""
+    for file in hive.rglob("*.parquet"):
+        target = tmp_path / "csv" / file.relative_to(hive).with_suffix(".csv")
+        target.parent.mkdir(parents=True)
+        rows = pq.ParquetFile(file).read().to_pylist()
+        target.write_text("label,shop\n" + "".join(f"{row['label']},{row['shop']}\n" for row in rows))
+    return tmp_path / "csv"
+
+
+@pytest.mark.parametrize("block_bytes", [20, 1 << 20])
+def test_hive_partitions_of_csv_files_are_columns(hive: Path, csv_hive: Path, block_bytes: int) -> None:
+    reader = tc.Reader(csv_hive, batch_size=7, block_bytes=block_bytes)
+    assert reader.features == tc.Reader(hive, batch_size=7).features
+    assert rows_of(reader) == EXPECTED
+    assert len(examples_of(reader)) == 40
+
+
+def test_csv_files_of_partitions(csv_hive: Path) -> None:
+    ignored = tc.Reader(csv_hive, batch_size=7, ignore="country")
+    assert ignored.features.fields == ("shop", "day")
+    features = tc.Reader(csv_hive, batch_size=40).features
+    for carry in (("shop", "day"), ("day", "country")):
+        reader = tc.Reader(csv_hive, batch_size=40, carry=carry, features=features)
+        (batch,) = reader
+        for i, name in enumerate(("shop", "country", "day")):
+            if name in carry:
+                values = reader.carried[name].to_pylist()
+                assert [key(name, value.encode()) for value in values] == batch.ids[i::3].tolist()
+    with pytest.raises(DataError, match=r"column 'day' of the folders day=\.\.\. is a dense: CSV files can only"):
+        tc.Reader(csv_hive, batch_size=7, numeric="day")
+    one = next((csv_hive / "country=de").glob("*/*.csv"))
+    with pytest.raises(DataError, match="it lacks 'country', 'day'"):
+        tc.Reader(one, batch_size=7, features=tc.Reader(csv_hive, batch_size=7).features)
+    one.write_text("label,shop,day\n1,x,2\n")
+    with pytest.raises(DataError, match=r"\.csv: column 'day' is in the file and in its path; rename one"):
+        tc.Reader(csv_hive, batch_size=7)
+
+
+def test_bags_and_buckets_beside_partitions_of_csv_files(tmp_path: Path) -> None:
+    for day, lines in (("2026-01-05", "1,a|b\n0,\n1,c\n"), ("2026-01-06", "0,d|e|f\n")):
+        (tmp_path / f"date={day}").mkdir()
+        (tmp_path / f"date={day}" / "x.csv").write_text("label,tags\n" + lines)
+    with pytest.raises(DataError, match=r"column 'date' has times such as '2026-01-05', .*data\.time_buckets"):
+        tc.Reader(tmp_path, batch_size=4, separators={"tags": "|"})
+    (batch,) = tc.Reader(tmp_path, batch_size=4, separators={"tags": "|"}, time_buckets={"date": "weekday"})
+    expected = [([b"a", b"b"], 0), ([], 0), ([b"c"], 0), ([b"d", b"e", b"f"], 1)]
+    for example, (tags, day) in enumerate(expected):
+        first, second, end = batch.offsets[2 * example : 2 * example + 3]
+        assert batch.ids[first:second].tolist() == [key("tags", tag) for tag in tags]
+        assert batch.ids[second:end].tolist() == [key("date", b"%d" % day)]
+
+
+def test_partitions_of_other_text_files_give_a_warning(tmp_path: Path) -> None:
     (tmp_path / "day=7").mkdir()
-    (tmp_path / "day=7" / "a.csv").write_text("click,site\n1,a\n0,b\n")
-    with pytest.warns(UserWarning, match=r"csv files in folders day=\.\.\. have no column 'day'"):
-        reader = tc.Reader(tmp_path, label="click", batch_size=2)
+    (tmp_path / "day=7" / "a.libsvm").write_text("1 3:1 5:1\n0 4:1 6:1\n")
+    with pytest.warns(UserWarning, match=r"libsvm files in folders day=\.\.\. have no column 'day'"):
+        reader = tc.Reader(tmp_path, batch_size=2)
     assert len(list(reader)) == 1
 
 

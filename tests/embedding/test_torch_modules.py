@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +260,96 @@ def test_modules_of_one_budget_have_the_bits_of_separate_tables() -> None:
     for ours, theirs in zip(shared, separate, strict=True):
         np.testing.assert_array_equal(ours.read(np.arange(ROWS)), theirs.read(np.arange(ROWS)))
     assert not np.array_equal(shared[0].read([1]), shared[1].read([1]))
+
+
+def _bags_of(tiers: Any, modes: Sequence[Any], dims: Sequence[int], padding: int | None) -> tc.nn.EmbeddingBags:
+    return tc.nn.EmbeddingBags(
+        tc.nn.EmbeddingBag(tiers.table(f"t{i}", dim, tc.Adagrad(lr=0.5)), mode, padding_idx=padding if i == 1 else None)
+        for i, (mode, dim) in enumerate(zip(modes, dims, strict=True))
+    )
+
+
+@pytest.mark.parametrize("called", ["together", "joined", "prefetched"])
+@pytest.mark.parametrize("bags", ["one id", "several ids", "two dimensions", "unequal"])
+@pytest.mark.parametrize(("modes", "dims"), [(("sum",) * 3, (4, 4, 4)), (("mean", "sum", "max", "sum"), (4, 4, 4, 3))])
+def test_modules_called_together_have_the_bits_of_separate_calls(
+    modes: tuple[str, ...], dims: tuple[int, ...], bags: str, called: str
+) -> None:
+    """The loss uses all outputs or, every other step, all but the second one; joined outputs are always used."""
+    random, count = torch.Generator().manual_seed(0), len(modes)
+    steps: list[tuple[list[torch.Tensor], list[torch.Tensor] | None]] = []
+    for _ in range(4):
+        ids = [torch.randint(0, ROWS, (10,), generator=random) for _ in modes]
+        starts = {"one id": torch.arange(10), "several ids": OFFSETS}.get(bags, OFFSETS)
+        offsets = [starts] * count
+        if bags == "unequal":
+            offsets[1] = torch.tensor([0, 3])
+        steps.append(([own.view(5, 2) for own in ids], None) if bags == "two dimensions" else (ids, offsets))
+    if bags == "unequal" and called != "together":
+        modules = _bags_of(tc.Tiers(mem="4MB"), modes, dims, 3)
+        with pytest.raises(ValueError, match=r"the modules cannot read one batch: .* the same number of bags"):
+            modules.batch_of(*steps[0])
+        return
+
+    def train(together: bool) -> list[Any]:
+        tiers = tc.Tiers(mem="4MB")
+        modules = _bags_of(tiers, modes, dims, 3)
+        ready: Any = (modules.batch_of(*step) for step in steps)
+        for number, (ids, offsets) in enumerate(steps):
+            if not together:
+                starts = offsets or [None] * count
+                outputs = [module(own, o) for module, own, o in zip(modules, ids, starts, strict=True)]
+            elif called == "prefetched":
+                if number == 0:
+                    ready = iter(tc.prefetch(ready, tiers))
+                outputs = modules(next(ready))
+            elif called == "joined":
+                outputs = list(modules.joined(ids, offsets).split(list(dims), 1))
+            else:
+                outputs = modules(ids, offsets)
+            used = outputs if number % 2 or called == "joined" else [outputs[0], *outputs[2:]]
+            sum(output.square().sum() for output in used).backward()  # type: ignore[union-attr]
+            tiers.step()
+        return [tiers[f"t{i}"].read(np.arange(ROWS)).tolist() for i in range(count)]
+
+    assert train(True) == train(False)
+
+
+def test_modules_called_together_have_one_plan_and_one_gradient() -> None:
+    tiers = tc.Tiers(mem="4MB")
+    modules = _bags_of(tiers, ("sum", "sum", "sum"), (4, 4, 4), None)
+    inputs = [torch.arange(5)] * 3
+    torch.cat(modules(inputs, [torch.arange(5)] * 3), 1).sum().backward()  # type: ignore[no-untyped-call]
+    assert tiers["t0"].pending_gradients == 1
+    tiers.step()
+    modules.joined(inputs, [torch.arange(5)] * 3).sum().backward()  # type: ignore[no-untyped-call]
+    assert tiers["t0"].pending_gradients == 1
+    tiers.step()
+    with pytest.raises(ValueError, match="2 inputs and 3 offsets for 3 modules: give one of each per module"):
+        modules(inputs[:2], [torch.arange(5)] * 3)
+    with pytest.raises(ValueError, match="offsets must begin with 0"):
+        modules(inputs, [torch.arange(5), torch.tensor([0, 3, 2, 1, 4]), torch.arange(5)])
+    table = tc.Table(4, tc.SGD(lr=0.1), mem="1MB")
+    alone = tc.nn.EmbeddingBags([tc.nn.EmbeddingBag(table, "sum"), tc.nn.EmbeddingBag(table, "mean")])
+    outputs = alone([torch.ones(2, 2, dtype=torch.int32)] * 2)
+    assert torch.equal(outputs[0], outputs[1] * 2)
+    with pytest.raises(ValueError, match=r"each must have a table of tc\.Tiers of its own"):
+        alone.batch_of([torch.ones(2, 2, dtype=torch.int32)] * 2)
+
+
+def test_modules_called_together_in_a_compiled_model() -> None:
+    def train(compiled: bool) -> Any:
+        torch.compiler.reset()
+        tiers = tc.Tiers(mem="4MB")
+        modules = _bags_of(tiers, ("sum", "sum"), (4, 4), None)
+
+        def forward(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+            return torch.cat(modules([first, second]), 1) + modules.joined([second, first])
+
+        call = torch.compile(forward, fullgraph=True, backend="aot_eager") if compiled else forward
+        for step in range(2):
+            call(torch.tensor([[1, 2], [3, step]]), torch.tensor([[5, 5], [step, 1]])).square().sum().backward()
+            tiers.step()
+        return [tiers[name].read(np.arange(ROWS)).tolist() for name in ("t0", "t1")]
+
+    assert train(True) == train(False)

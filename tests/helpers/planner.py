@@ -33,7 +33,7 @@ CPU = Cpu(
 )
 DISK = Disk(
     read_us=4.0, page_us=1.0, page_bytes=4096, write_gbs=0.5, write_amplification=5.0, miss_row_ns=5000.0,
-    miss_page_ns=1000.0, miss_thread_share=0.5,
+    miss_read_ns=3000.0, miss_write_ns=1000.0, miss_thread_share=0.5,
 )  # fmt: skip
 LINKS = LinkSpeeds(node_gbs=10.0, node_us=10.0, network_gbs=1.0, network_us=50.0, data_gbs=1.0)
 GPU = Gpu(count=2, memory=10**10, hbm_gbs=1000.0, random_gbs=500.0, tflops=10.0, step_us=1000.0, host_gbs=10.0)

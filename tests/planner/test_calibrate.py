@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from thermocline.planner import calibrate
@@ -32,3 +34,19 @@ def test_the_lowest_cost_of_several_measurements_counts() -> None:
     assert both["sum_float_ns"] == pytest.approx(0.5)
     assert both["apply_float_ns"] == pytest.approx(1)
     assert both["apply_row_ns"] == pytest.approx(4)
+
+
+def test_costs_of_a_miss_are_separated_and_never_negative() -> None:
+    def measured(*costs: float) -> list[calibrate._MissCost]:
+        counts = [(0.8, 0.5), (0.3, 0.0), (0.75, 1.1), (0.95, 0.05)]  # requests and written pages per row
+        row, read, write = costs
+        stats: Any = None
+        return [
+            calibrate._MissCost(row + reads * read + pages * write, 0.4, reads, pages, 6.0, stats)
+            for reads, pages in counts
+        ]
+
+    assert calibrate._fit_misses(measured(2e-6, 2.5e-6, 6e-6)) == pytest.approx((2e-6, 2.5e-6, 6e-6))
+    row, read, write = calibrate._fit_misses(measured(2e-6, -0.5e-6, 6e-6))
+    assert read == 1e-9
+    assert (row, write) == pytest.approx((1.64e-6, 6e-6), rel=0.1)

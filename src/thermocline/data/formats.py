@@ -32,6 +32,7 @@ from thermocline.data.features import (
 )
 from thermocline.data.files import NoExamples, Source, find_files, map_threads
 from thermocline.data.parquet import ParquetBlocks, ParquetFileInfo
+from thermocline.data.partition_columns import PartitionColumns, partition_names
 from thermocline.data.text_blocks import BOM, Blocks, TextBlocks
 from thermocline.errors import DataError, ThermoclineError
 from thermocline.utils.text_format import plural
@@ -97,10 +98,10 @@ def open_files(
     if block_bytes is None:
         block_bytes = _REMOTE_BLOCK_BYTES if any(source.remote for source in sources) else _BLOCK_BYTES
     partitions = next((source.partitions for source in sources if source.partitions), None)
-    if partitions and format not in _COLUMNAR:
+    if partitions and format not in ("csv", *_COLUMNAR):
         name = next(iter(partitions))
         warnings.warn(
-            f"{format} files in folders {name}=... have no column {name!r}: write it into the files, or use "
+            f"{format} files in folders {name}=... have no column {name!r}: write it into the files, or use CSV, "
             "Parquet or Arrow",
             stacklevel=3,
         )
@@ -242,20 +243,26 @@ def _open_table(
         delimiter = data.delimiter or ("\t" if tabs else ",")
         heads = map_threads(lambda source: source.head(_HEAD), sources)
         headers = [_split_header(text, delimiter, source) for (text, _), source in zip(heads, sources, strict=True)]
-        names, starts = headers[0][0], [start for _, start in headers]
+        starts = [start for _, start in headers]
+        names = partition_names(sources[0], headers[0][0])
         for source, (other, _) in zip(sources[1:], headers[1:], strict=True):
-            same_header(names, other, sources[0].name, source.name)
+            same_header(names, partition_names(source, other), sources[0].name, source.name)
         has_label = data.label in names
     labelled = has_label if labelled is None else labelled
     extra = _require_carried(carry, names, features, sources[0].name)
     columns = resolve(names, data, format, sources[0].name, labelled, known=features is not None, carried=extra)
+    path_columns = len(sources[0].partitions) if format == "csv" else 0
+    own_columns = columns[: len(columns) - path_columns]
     samples = [_whole_sample(text[start:], len(text)) for (text, _), start in zip(heads, starts, strict=False)]
     line_breaks = False
     if format == "csv":
-        found = data.line_breaks is None and has_line_breaks(samples, len(names), delimiter)
+        found = data.line_breaks is None and has_line_breaks(samples, len(own_columns), delimiter)
         line_breaks = bool(data.line_breaks) or found
     if features is None and format == "csv":
-        check_columns(sampled_values(samples[0], columns, delimiter), columns, data, sources[0].name)
+        path_values = {name: [value] for name, value in sources[0].partitions.items() if value}
+        check_columns(
+            {**sampled_values(samples[0], own_columns, delimiter), **path_values}, columns, data, sources[0].name
+        )
     sample = max(
         ((text[start:], ratio) for (text, ratio), start in zip(heads, starts, strict=False)), key=lambda s: len(s[0])
     )
@@ -268,14 +275,19 @@ def _open_table(
         options |= {"separators": data.separators, "time_buckets": data.time_buckets, "carry": set(carry)}
         return _parser("table", columns=specs, binary_labels=binary, line_breaks=line_breaks, **options)
 
+    path = None
+    if path_columns:
+        of_path = columns[-path_columns:]
+        path = PartitionColumns(of_path, own_columns, parser(of_path, {}, numbers.log, numbers.bucket), delimiter)
+
     def blocks(parser: Any) -> TextBlocks:
         options: dict[str, Any] = {"block_bytes": block_bytes, "labelled": labelled, **_sample_estimates(*sample)}
-        options |= {"line_breaks": line_breaks, "carry": [name for name in names if name in carry]}
+        options |= {"line_breaks": line_breaks, "carry": [name for name in names if name in carry], "path": path}
         return TextBlocks(sources, starts, parser, data, **options)
 
     def rows() -> Any:
         """Yield numbers and a mask of those present. A missing number is parsed as 0 for any mean."""
-        as_dense = [dataclasses.replace(c, role="dense" if c.role == "number_key" else c.role) for c in columns]
+        as_dense = [dataclasses.replace(c, role="dense" if c.role == "number_key" else c.role) for c in own_columns]
         numeric = numeric_columns(columns)
         probes = [parser(as_dense, dict.fromkeys(numeric, (mean, 1.0)), numbers.log, "none") for mean in (0.0, -1.0)]
         for text in blocks(probes[0]).texts():
@@ -283,7 +295,7 @@ def _open_table(
             yield values, (values != 0) | (shifted != 0)
 
     resolved = _resolve_features(columns, data, format, features, rows, sources[0].name)
-    final_parser = parser(columns, resolved.statistics, numbers.log, numbers.bucket)
+    final_parser = parser(own_columns, resolved.statistics, numbers.log, numbers.bucket)
     return blocks(final_parser), resolved, [[column.name, column.role] for column in columns]
 
 

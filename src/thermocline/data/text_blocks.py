@@ -16,6 +16,7 @@ import numpy as np
 from thermocline.arrays import Floats, Mask, Offsets
 from thermocline.config.data import Data
 from thermocline.data.files import Source, file_errors
+from thermocline.data.partition_columns import PartitionColumns
 from thermocline.errors import DataError, ThermoclineError
 
 # ids, offsets, weights (None means all 1), dense, labels: the layout of the core.
@@ -139,6 +140,7 @@ class TextBlocks:
         labelled: bool = True,
         line_breaks: bool = False,
         carry: Sequence[str] = (),
+        path: PartitionColumns | None = None,
     ) -> None:
         """
         starts          byte offset of the first example of each file
@@ -147,7 +149,8 @@ class TextBlocks:
         labelled        False sets all labels to 0
         line_breaks     the parser reads records of several lines: where one begins is known only from the beginning of
                         a file, so that each file is one sequential split
-        carry           columns whose values the parser returns, in file order
+        carry           columns whose values the parser returns, in file order, then those of the files' paths
+        path            the columns of the files' paths; None: there are none
         """
         self._sources = sources
         self._starts = starts
@@ -157,6 +160,9 @@ class TextBlocks:
         self._labelled = labelled
         self.line_breaks = line_breaks
         self.carry = carry
+        self._path = path
+        of_path = sources[0].partitions if path is not None else {}
+        self._carried_of_path = [name for name in carry if name in of_path]
         self._first = {id(source): start for source, start in zip(sources, starts, strict=True)}
         counts = [
             1 if self._is_sequential(source) else -(-(source.size - start) // block_bytes)
@@ -241,7 +247,7 @@ class TextBlocks:
         begin, text = piece
         skip = self._data.on_error == "skip"
         try:
-            if self.carry:
+            if len(self.carry) > len(self._carried_of_path):
                 (*examples, time, errors, malformed), texts = self._parser.parse_with_texts(text, skip)
             else:
                 (*examples, time, errors, malformed), texts = self._parser.parse(text, skip), ()
@@ -253,8 +259,12 @@ class TextBlocks:
         if not self._labelled:
             examples[4][:] = 0
         threshold_labels(examples[4], self._data)
-        carried = tuple(_text_array(offsets, values, split.source) for offsets, values in texts)
-        return Block(tuple(examples), first_malformed, malformed, time, carried)
+        carried = [_text_array(offsets, values, split.source) for offsets, values in texts]
+        if self._path is not None:
+            examples = self._path.add_to(examples, split.source)
+            rows = len(examples[4])
+            carried += [_repeated(split.source.partitions[name], rows) for name in self._carried_of_path]
+        return Block(tuple(examples), first_malformed, malformed, time, tuple(carried))
 
 
 def _text_array(offsets: Offsets, values: bytes, source: Source) -> Any:
@@ -264,6 +274,12 @@ def _text_array(offsets: Offsets, values: bytes, source: Source) -> Any:
     array = pa.Array.from_buffers(pa.large_binary(), len(offsets) - 1, buffers)
     with file_errors(source.name):
         return array.cast(pa.large_string())  # checks that it is UTF-8
+
+
+def _repeated(value: str, rows: int) -> Any:
+    import pyarrow as pa
+
+    return pa.repeat(pa.scalar(value, pa.large_string()), rows)
 
 
 def _too_long(source: Source, begin: int, line_breaks: bool = False) -> DataError:

@@ -57,8 +57,9 @@ def _pool_run(
     run = bags[: len(whole.parts)]
     if whole.parts != tuple(spec for bag in run for spec in bag.specs) or len({_mode(bag) for bag in run}) > 1:
         return None
-    for bag in run:
-        table, training = bag._begin(batch, weights)
+    table, training = run[0]._begin(batch, weights)
+    for bag in run[1:]:
+        bag._check_names(batch)
     plan = _make_plan(table, batch, run[0].specs, training)
     if whole not in plan.bags:
         return None

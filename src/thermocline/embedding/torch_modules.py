@@ -2,18 +2,22 @@
 
 The key of a row is its id. Modules on one table share its rows. Each call has a batch of its own: on a table of
 `tc.Tiers` its field has the name of the table, so that it is not planned for other tables that are stored with it.
+`EmbeddingBags` calls several modules with one batch, whose fields have the names of their tables.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch._compile import _disable_dynamo
 
-from thermocline.arrays import as_keys
+from thermocline.arrays import Offsets, as_keys
 from thermocline.batch import Batch
 from thermocline.embedding.bag import EmbeddingBag as FieldBag
+from thermocline.embedding.bags_side_by_side import pool_side_by_side
 from thermocline.embedding.graph_op import call_in_graph, in_graph
 from thermocline.embedding.member_table import MemberTable
 from thermocline.embedding.table import Table
@@ -57,7 +61,8 @@ class EmbeddingBag(FieldBag):
     ) -> torch.Tensor:
         """Return float32[bags, dim].
 
-        input                int32 or int64: [bags, ids per bag], or [ids] with `offsets`; or a batch of `batch_of`
+        input                int32 or int64: [bags, ids per bag], or [ids] with `offsets`; or a batch of `batch_of`,
+                             of this module or of `EmbeddingBags`
         per_sample_weights   one weight per id, with mode "sum"; receives its gradient
         """
         if torch.compiler.is_compiling():
@@ -92,7 +97,7 @@ class EmbeddingBag(FieldBag):
         kept: torch.Tensor | None = None
         if isinstance(input, Batch):
             batch = input
-            if self.padding_idx is not None and (batch.ids == self.padding_idx % 2**64).any():
+            if self.padding_idx is not None and (self._own_ids(batch)[0] == self.padding_idx % 2**64).any():
                 raise ValueError(
                     f"the batch has ids {self.padding_idx}, the padding_idx: make it with batch_of, which removes them"
                 )
@@ -106,31 +111,135 @@ class EmbeddingBag(FieldBag):
             weights = weights.reshape(-1)
             weights = weights if kept is None else weights[kept.to(weights.device)]
         out = super().forward(batch, weights)
-        return _largest(out, batch) if self.mode == "max" else out[:, 0]
+        return _largest(out, self._own_ids(batch)[1]) if self.mode == "max" else out.squeeze(1)
+
+    def _own_ids(self, batch: Batch) -> Any:
+        """Return ids and offsets of the module's field of a batch."""
+        return batch.select(self.fields)[:2]
 
     def _convert(self, input: torch.Tensor, offsets: torch.Tensor | None) -> tuple[Batch, torch.Tensor | None]:
         """Return the batch, and which ids it has if not all of them."""
+        ids, starts = self._arguments(input, offsets)
+        batch = _batch(ids, starts, self.field_names)  # checks the offsets
+        if self.padding_idx is None:
+            return batch, None
+        kept = ids != self.padding_idx
+        counts = np.concatenate([[0], kept.numpy().cumsum()])
+        return _batch(ids[kept], counts[starts], self.field_names), kept
+
+    def _arguments(self, input: torch.Tensor, offsets: torch.Tensor | None) -> tuple[torch.Tensor, Offsets]:
+        """Return ids, of one dimension, and offsets with the last one, both int64 on the host. Does not check them."""
         ids = _as_ids(input, self.num_embeddings)
         if ids.ndim == 2:
             if offsets is not None:
                 raise ValueError("offsets are given with an input of two dimensions: each of its rows is a bag")
-            starts = torch.arange(len(ids) + 1) * ids.shape[1]
+            starts = np.arange(len(ids) + 1) * ids.shape[1]
         elif ids.ndim == 1 and offsets is not None:
-            starts = offsets.detach().cpu().to(torch.int64)
+            starts = offsets.detach().cpu().to(torch.int64).numpy()
             if not self.include_last_offset:
-                starts = torch.cat([starts, torch.tensor([len(ids)])])
+                given, starts = starts, np.empty(len(starts) + 1, np.int64)
+                starts[:-1], starts[-1] = given, ids.shape[0]
         else:
             raise ValueError(
                 f"input has shape {tuple(input.shape)} and offsets are {'missing' if offsets is None else 'given'}: "
                 "expected two dimensions, or one and offsets"
             )
-        ids = ids.reshape(-1)
-        batch = _batch(ids, starts, self.field_names)  # checks the offsets
-        if self.padding_idx is None:
-            return batch, None
-        kept = ids != self.padding_idx
-        counts = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)])
-        return _batch(ids[kept], counts[starts], self.field_names), kept
+        return ids.reshape(-1), starts
+
+
+class EmbeddingBags(torch.nn.ModuleList):
+    """`EmbeddingBag` modules that are called together, as DLRM calls its tables: (inputs, offsets) -> outputs.
+
+        bags = tc.nn.EmbeddingBags([tc.nn.EmbeddingBag(tiers.table(...), mode="sum") for ...])
+        vectors = bags(inputs, offsets)
+
+    Equal to [bag(ids, starts) for bag, ids, starts in zip(bags, inputs, offsets)]. Modules on tables of `tc.Tiers`, a
+    table each, with equal numbers of bags, read one batch: those that are stored together have one plan, one pooling
+    and one update, instead of one per module. Other modules are called one by one.
+    """
+
+    def forward(
+        self,
+        inputs: Sequence[torch.Tensor] | torch.Tensor | Batch,
+        offsets: Sequence[torch.Tensor | None] | torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """Return float32[bags, dim] of each module.
+
+        inputs    of each module, in order: see `EmbeddingBag.forward`; or a batch of `batch_of`
+        offsets   of each module; None: inputs have two dimensions
+        """
+        if isinstance(inputs, Batch):
+            return [bag(inputs) for bag in self]
+        arguments = self._pairs(inputs, offsets)
+        batch = None if torch.compiler.is_compiling() else self._one_batch(arguments)
+        if batch is None:
+            return [bag(ids, starts) for bag, (ids, starts) in zip(self, arguments, strict=True)]
+        return [bag(batch) for bag in self]
+
+    def joined(
+        self,
+        inputs: Sequence[torch.Tensor] | torch.Tensor | Batch,
+        offsets: Sequence[torch.Tensor | None] | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the outputs of `forward` side by side, float32[bags, columns]: without a copy, where the tables are
+        stored together and in the order in which their modules were made."""
+        batch = inputs if isinstance(inputs, Batch) else None
+        if batch is None and not torch.compiler.is_compiling():
+            batch = self._one_batch(self._pairs(inputs, offsets))
+        if batch is None or any(bag.mode == "max" for bag in self._bags):
+            return torch.cat(self(inputs if batch is None else batch, None if batch is not None else offsets), 1)
+        return pool_side_by_side(self._bags, batch)
+
+    def batch_of(
+        self,
+        inputs: Sequence[torch.Tensor] | torch.Tensor,
+        offsets: Sequence[torch.Tensor | None] | torch.Tensor | None = None,
+    ) -> Batch:
+        """Return the arguments of `forward` as one `tc.Batch`, for `tc.prefetch`."""
+        batch = self._one_batch(self._pairs(inputs, offsets))
+        if batch is None:
+            raise ValueError(
+                "the modules cannot read one batch: each must have a table of tc.Tiers of its own, and all of them the "
+                "same number of bags"
+            )
+        return batch
+
+    @property
+    def _bags(self) -> list[EmbeddingBag]:
+        return list(self)  # type: ignore[arg-type]
+
+    def _pairs(self, inputs: Any, offsets: Any) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        starts = [None] * len(self) if offsets is None else list(offsets)
+        if len(inputs) != len(self) or len(starts) != len(self):
+            raise ValueError(
+                f"{len(inputs)} inputs and {len(starts)} offsets for {len(self)} modules: give one of each per module"
+            )
+        return list(zip(inputs, starts, strict=True))
+
+    def _one_batch(self, arguments: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> Batch | None:
+        """Return one batch for all modules, or None."""
+        bags = self._bags
+        names = tuple(bag.table.name for bag in bags)
+        if len(set(names)) < max(1, len(bags)) or not all(isinstance(bag.table, MemberTable) for bag in bags):
+            return None
+        parts = []
+        for bag, (input, offsets) in zip(bags, arguments, strict=True):
+            if bag.padding_idx is None:
+                ids, starts = bag._arguments(input, offsets)
+                parts.append((ids.numpy(), starts))
+            else:
+                own = bag.batch_of(input, offsets)
+                parts.append((own.ids.view(np.int64), own.offsets))
+        if len({len(starts) for _, starts in parts}) > 1:
+            return None
+        starts = np.stack([starts for _, starts in parts])
+        lengths = np.diff(starts)
+        if starts[:, 0].any() or (lengths < 0).any() or any(own[-1] != len(ids) for ids, own in parts):
+            return None  # a module that is called alone raises
+        if (lengths == 1).all():
+            one_each = np.stack([ids for ids, _ in parts], axis=1).reshape(-1)
+            return Batch(as_keys(one_each), np.arange(len(one_each) + 1), len(bags), names=names)
+        return Batch.from_jagged(names, np.concatenate([ids for ids, _ in parts]), lengths.reshape(-1))
 
 
 class Embedding(FieldBag):
@@ -186,12 +295,12 @@ def _fields(table: Table | MemberTable) -> int | list[str]:
     return [table.name] if isinstance(table, MemberTable) else 1
 
 
-def _batch(ids: torch.Tensor, offsets: torch.Tensor, names: tuple[str, ...] | None) -> Batch:
-    return Batch(as_keys(ids), offsets.numpy(), 1, names=names)
+def _batch(ids: torch.Tensor, offsets: Offsets, names: tuple[str, ...] | None) -> Batch:
+    return Batch(as_keys(ids), offsets, 1, names=names)
 
 
 def _one_bag(ids: torch.Tensor, names: tuple[str, ...] | None) -> Batch:
-    return _batch(ids, torch.tensor([0, len(ids)]), names)
+    return _batch(ids, np.array([0, len(ids)]), names)
 
 
 def _as_ids(input: Any, num_embeddings: int | None) -> torch.Tensor:
@@ -209,9 +318,9 @@ def _as_ids(input: Any, num_embeddings: int | None) -> torch.Tensor:
     return ids
 
 
-def _largest(rows: torch.Tensor, batch: Batch) -> torch.Tensor:
+def _largest(rows: torch.Tensor, offsets: Any) -> torch.Tensor:
     """Return the largest element of each bag and column; of equal ones, the first has the gradient."""
-    lengths = torch.from_numpy(batch.offsets).diff().to(rows.device)
+    lengths = torch.from_numpy(offsets).diff().to(rows.device)
     bag = torch.repeat_interleave(torch.arange(len(lengths), device=rows.device), lengths)[:, None].expand_as(rows)
     values = rows.detach()
     shape = (len(lengths), rows.shape[1])

@@ -52,7 +52,9 @@ _BATCH_PAIRS = 25
 _TRAINING_STEPS = 60
 """Timed steps of a training without significant rows or layers, after half as many untimed steps."""
 _TRAINING_SIZES, _TRAINING_ROUNDS = (512, 16384), 3
-_DISK_KEYS, _DISK_PULLS, _DISK_DIMS = 600_000, 120, (32, 2)
+_DISK_KEYS, _DISK_PULLS = 600_000, 120
+_DISK_SETTINGS = ((32, 1200), (2, 1200), (64, 1200), (32, 300))
+"""Row lengths and examples per batch: misses with many and few read requests and written pages per row."""
 _PAGE_BYTES = 4096
 _WRITE_BYTES = 1 << 27
 _ROUNDS = 5
@@ -289,15 +291,15 @@ class _StepClock(Callback):
 
 
 def _measure_disk(folder: str | os.PathLike[str] | None, pull_row: float) -> Disk:
-    """Costs of the SSD store: long rows, one to a few per page, and short rows, many per page.
-
-    Processor seconds of a miss = row + pages * page: two row lengths give both costs.
-    """
+    """Costs of the SSD store, with long and short rows, in large and small batches."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        long, short = (_measure_misses(Path(name) / f"store{dim}", dim, pull_row) for dim in _DISK_DIMS)
+        measured = [
+            _measure_misses(Path(name) / f"store{number}", dim, batch, pull_row)
+            for number, (dim, batch) in enumerate(_DISK_SETTINGS)
+        ]
         write_gbs = _measure_writes(Path(name) / "written")
-    page = max((long.seconds - short.seconds) / (long.pages - short.pages), 1e-9)
-    row = max(short.seconds - short.pages * page, 1e-9)
+    row, read, write = _fit_misses(measured)
+    long = measured[0]
     return Disk(
         read_us=max(long.stats.read_cost_us, 1e-3),
         page_us=max(long.stats.page_cost_us, 1e-3),
@@ -305,9 +307,10 @@ def _measure_disk(folder: str | os.PathLike[str] | None, pull_row: float) -> Dis
         write_gbs=write_gbs,
         write_amplification=long.write_amplification
         * LARGE_STORE_WRITES
-        / merge_writes(_store_bytes(_DISK_DIMS[0]), 0),
+        / merge_writes(_store_bytes(_DISK_SETTINGS[0][0]), 0),
         miss_row_ns=row * 1e9,
-        miss_page_ns=page * 1e9,
+        miss_read_ns=read * 1e9,
+        miss_write_ns=write * 1e9,
         miss_thread_share=max(long.thread_share, 1e-3),
     )
 
@@ -323,15 +326,32 @@ class _MissCost(NamedTuple):
     """Processor seconds, all threads."""
     thread_share: float
     """Fraction of them on the pulling thread."""
-    pages: float
-    """Pages read, and pages written by log and merges."""
+    reads: float
+    """Read requests."""
+    pages_written: float
+    """Pages written by log and merges."""
     write_amplification: float
     stats: SsdStats
 
 
-def _measure_misses(path: Path, dim: int, pull_row: float) -> _MissCost:
+def _fit_misses(measured: list[_MissCost]) -> tuple[float, float, float]:
+    """Return the seconds of a row, a read request and a written page: the least relative squares, none negative."""
+    counts = np.array([[1.0, miss.reads, miss.pages_written] for miss in measured])
+    relative = counts / np.array([[miss.seconds] for miss in measured])
+    costs = np.full(3, 1e-9)
+    used = [0, 1, 2]
+    while used:
+        found = np.linalg.lstsq(relative[:, used], np.ones(len(measured)), rcond=None)[0]
+        if found.min() > 0:
+            costs[used] = found
+            break
+        used.pop(int(found.argmin()))
+    return tuple(np.maximum(costs, 1e-9).tolist())
+
+
+def _measure_misses(path: Path, dim: int, batch: int, pull_row: float) -> _MissCost:
     """Pull working sets through a DRAM tier of a quarter of the rows, until it evicts and the store merges."""
-    ads = SyntheticAds(keys=_DISK_KEYS, fields=16, batch_size=1200, tensors=False)
+    ads = SyntheticAds(keys=_DISK_KEYS, fields=16, batch_size=batch, tensors=False)
     keys = _all_keys(ads)
     with SsdStore.open(path, row_bytes=8 * dim, mem_budget="64MB", min_log_bytes=8 * dim * _DISK_KEYS // 32) as store:
         tier = DramTier(dim, Adagrad(lr=0.01), budget=(8 * dim + 60) * _DISK_KEYS // 4, store=store)
@@ -351,12 +371,12 @@ def _measure_misses(path: Path, dim: int, pull_row: float) -> _MissCost:
         tier_after, store_after = tier.stats(), store.stats()
     misses, hits = tier_after.misses - tier_before.misses, tier_after.hits - tier_before.hits
     written = store_after.bytes_written - store_before.bytes_written
-    pages = store_after.pages_read - store_before.pages_read + written / _PAGE_BYTES
     return _MissCost(
         seconds=(seconds - hits * pull_row) / misses,
         thread_share=thread_seconds / seconds,
-        pages=pages / misses,
-        write_amplification=written / (store_after.bytes_put - store_before.bytes_put),
+        reads=(store_after.reads - store_before.reads) / misses,
+        pages_written=written / _PAGE_BYTES / misses,
+        write_amplification=written / max(1, store_after.bytes_put - store_before.bytes_put),
         stats=store_after,
     )
 

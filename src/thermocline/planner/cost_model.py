@@ -323,8 +323,8 @@ def _ssd_terms(work: Workload, cluster: Cluster, counts: _RowCounts, hardware: H
     entry_bytes = work.row_bytes + KEY_BYTES
     stored = merge_writes(work.key_distribution.num_keys / cluster.world * entry_bytes, cluster.min_log_bytes)
     evicted_bytes = counts.from_disk * entry_bytes * disk.write_amplification * stored / LARGE_STORE_WRITES
-    cost = counts.from_disk * disk.miss_row_ns
-    cost += (reads.pages / batches + evicted_bytes / disk.page_bytes) * disk.miss_page_ns
+    cost = counts.from_disk * disk.miss_row_ns + reads.requests / batches * disk.miss_read_ns
+    cost += evicted_bytes / disk.page_bytes * disk.miss_write_ns
     lookup = _cpu_term(stage, cost, hardware, "look up and verify rows; evict and merge rows", cluster.ranks, 0.0)
     terms = [
         _device_term(stage, "disk", reads.seconds / batches, "read pages with missing rows"),

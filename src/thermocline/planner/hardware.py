@@ -90,9 +90,11 @@ class Disk:
     write_amplification: float
     """Bytes written per byte of evicted rows, merging included, into a store of many base files."""
     miss_row_ns: float
-    """Processor time to look up one row missing in DRAM, and to append and merge one evicted row."""
-    miss_page_ns: float
-    """Processor time per page read or written for that: verify or compute its checksum."""
+    """Processor time to find and verify one row missing in DRAM, and to evict one."""
+    miss_read_ns: float
+    """Processor time of one read request for that."""
+    miss_write_ns: float
+    """Processor time per page that the log and merges write for evicted rows."""
     miss_thread_share: float
     """Fraction of that processor time on the pulling thread; reader and merge threads do the rest concurrently."""
 
@@ -210,8 +212,9 @@ def paper_node(cpu: Cpu = REFERENCE_CPU, cpu_source: str = REFERENCE_SOURCE) -> 
             page_bytes=4096,
             write_gbs=8.0,
             write_amplification=6.5,
-            miss_row_ns=1500.0,
-            miss_page_ns=3000.0,
+            miss_row_ns=2000.0,
+            miss_read_ns=2500.0,
+            miss_write_ns=6000.0,
             miss_thread_share=0.5,
         ),
         links=LinkSpeeds(node_gbs=120.0, node_us=20.0, network_gbs=10.0, network_us=10.0, data_gbs=1.0),
