@@ -13,11 +13,11 @@ namespace thermocline {
 
 namespace {
 
-constexpr size_t kBlock = 64;  // keys whose memory is requested before it is read
-constexpr size_t kAhead = 8;   // likewise, of keys that are counted
+constexpr size_t kBlock = 16;                // keys whose memory is requested before it is read
+constexpr uint64_t kWorkingBytes = 1 << 20;  // working memory of a plan that is kept for the next one, at least
 constexpr size_t kFirstSlots = 1024;
-constexpr uint32_t kTrained = 1;
-constexpr uint32_t kPlanned = 2;
+constexpr uint8_t kTrained = 1;
+constexpr uint8_t kPlanned = 2;
 constexpr uint32_t kNone = ~uint32_t{0};
 
 }  // namespace
@@ -36,39 +36,46 @@ AdmissionFilter::AdmissionFilter(const AdmissionRule& rule)
   if (rule.kind == AdmissionKind::kSketch) sketch_ = std::make_unique<CountSketch>(rule.memory);
 }
 
-// Calls found(i, value) for each id in order; 0: it is not admitted. A block's memory is requested before it is read.
+// Calls found(i, home) for each id in order, when the memory at its home in admitted_ was requested a block earlier.
 template <typename Fn>
 void AdmissionFilter::look_up(const uint64_t* ids, size_t n, Fn&& found) const {
-  size_t homes[kBlock];
-  for (size_t first = 0; first < n; first += kBlock) {
+  size_t homes[2][kBlock];
+  const auto request = [&](size_t first) {
+    size_t* const block = homes[first / kBlock % 2];
     const size_t count = std::min(kBlock, n - first);
     for (size_t i = 0; i < count; ++i) {
-      homes[i] = admitted_.home(ids[first + i]);
-      admitted_.prefetch(homes[i]);
+      block[i] = admitted_.home(ids[first + i]);
+      admitted_.prefetch(block[i]);
     }
-    for (size_t i = 0; i < count; ++i) found(first + i, admitted_.get(ids[first + i], homes[i]));
+  };
+  if (n != 0) request(0);
+  for (size_t first = 0; first < n; first += kBlock) {
+    if (first + kBlock < n) request(first + kBlock);
+    const size_t* const block = homes[first / kBlock % 2];
+    const size_t count = std::min(kBlock, n - first);
+    for (size_t i = 0; i < count; ++i) found(first + i, block[i]);
   }
 }
 
 // Sets waiting_ to the positions of the ids that are not admitted yet.
-void AdmissionFilter::find_waiting(const uint64_t* ids, size_t n, uint8_t* refused) {
+void AdmissionFilter::find_waiting(const uint64_t* ids, size_t n) {
   waiting_.resize(n);
   size_t waiting = 0;
-  look_up(ids, n, [&](size_t i, uint32_t value) {
-    refused[i] = value == 0;
+  look_up(ids, n, [&](size_t i, size_t home) {
     waiting_[waiting] = static_cast<uint32_t>(i);
-    waiting += value == 0;
+    waiting += !admitted_.contains(ids[i], home);
   });
   waiting_.resize(waiting);
 }
 
 uint64_t AdmissionFilter::plan(const uint64_t* ids, size_t n, uint8_t* refused, const uint8_t* counted) {
   std::lock_guard lock(mutex_);
-  find_waiting(ids, n, refused);
+  find_waiting(ids, n);
   group_waiting(ids, counted);
   decide(n);
+  std::fill_n(refused, n, uint8_t{0});
   for (size_t w = 0; w < waiting_.size(); ++w) refused[waiting_[w]] = occurrences_[numbers_[w]].refused;
-  return planned_;
+  return end_plan();
 }
 
 // Sets occurrences_ to the unique keys of the waiting ids, in the order of their first occurrence, and numbers_ to the
@@ -97,12 +104,31 @@ void AdmissionFilter::group_waiting(const uint64_t* ids, const uint8_t* counted)
 uint64_t AdmissionFilter::plan_keys(const uint64_t* keys, const uint32_t* counted, const uint32_t* all, size_t n,
                                     uint8_t* refused) {
   std::lock_guard lock(mutex_);
-  find_waiting(keys, n, refused);
+  find_waiting(keys, n);
   occurrences_.clear();
   for (uint32_t i : waiting_) occurrences_.push_back({.key = keys[i], .counted = counted[i], .all = all[i]});
   decide(std::accumulate(all, all + n, uint64_t{0}));
+  std::fill_n(refused, n, uint8_t{0});
   for (size_t w = 0; w < waiting_.size(); ++w) refused[waiting_[w]] = occurrences_[w].refused;
-  return planned_;
+  return end_plan();
+}
+
+uint64_t AdmissionFilter::plan_working_set(const WorkingSetView& set, uint8_t* refused) {
+  std::lock_guard lock(mutex_);
+  find_waiting(set.keys, set.unique);
+  occurrences_.clear();
+  for (uint32_t u : waiting_) {
+    const uint32_t ids = set.starts[u + 1] - set.starts[u];
+    occurrences_.push_back({.key = set.keys[u], .counted = ids, .all = ids});
+  }
+  decide(set.ids);
+  std::fill_n(refused, set.ids, uint8_t{0});
+  for (size_t w = 0; w < waiting_.size(); ++w) {
+    if (!occurrences_[w].refused) continue;
+    for (uint32_t at = set.starts[waiting_[w]]; at < set.starts[waiting_[w] + 1]; ++at) refused[set.order[at]] = 1;
+  }
+  end_plan();
+  return logs_.back().refused;
 }
 
 // Plans a batch of `ids` ids: counts occurrences_, and decides about each.
@@ -112,14 +138,15 @@ void AdmissionFilter::decide(uint64_t ids) {
   log.dropped_before = dropped_;
   log.ids = ids;
   log.keys.reserve(counters_ ? occurrences_.size() : 0);
+  if (!occurrences_.empty()) prefetch_block(0);
   for (size_t k = 0; k < occurrences_.size(); ++k) {
-    if (k + kAhead < occurrences_.size()) prefetch(occurrences_[k + kAhead].key);
+    if (k % kBlock == 0) prefetch_block(k + kBlock);
     Occurrences& of_key = occurrences_[k];
     of_key.refused = of_key.counted == 0 || !count(of_key.key, of_key.counted, log);
     if (of_key.refused) {
       log.refused += of_key.all;
     } else {
-      admitted_.set_growing(of_key.key, kPlanned);
+      admitted_.set(of_key.key, kPlanned);
       log.admitted.push_back(of_key.key);
     }
   }
@@ -127,13 +154,34 @@ void AdmissionFilter::decide(uint64_t ids) {
   logs_.push_back(std::move(log));
 }
 
-void AdmissionFilter::draw(const uint64_t* ids, size_t n, uint64_t batch, uint64_t first, uint8_t* chosen) const {
-  for (size_t i = 0; i < n; ++i) chosen[i] = drawn(ids[i], batch, first + i);
+// Requests the memory of a block of occurrences_ that are counted.
+void AdmissionFilter::prefetch_block(size_t first) const {
+  const size_t end = std::min(first + kBlock, occurrences_.size());
+  for (size_t k = first; k < end; ++k) {
+    const uint64_t key = occurrences_[k].key;
+    if (counters_) counters_->prefetch(counters_->home(key));
+    if (sketch_) sketch_->prefetch(key);
+    admitted_.prefetch_state(admitted_.home(key));
+  }
 }
 
-void AdmissionFilter::prefetch(uint64_t key) const {
-  if (counters_) counters_->prefetch(counters_->home(key));
-  if (sketch_) sketch_->prefetch(key);
+// Frees working memory that only large batches need. Returns the number of the batch.
+uint64_t AdmissionFilter::end_plan() {
+  peak_working_bytes_ = std::max(peak_working_bytes_, working_bytes());
+  if (working_bytes() > std::max(kWorkingBytes, rule_.memory / 8)) {
+    for (std::vector<uint32_t>* array : {&waiting_, &numbers_, &table_}) std::vector<uint32_t>().swap(*array);
+    std::vector<Occurrences>().swap(occurrences_);
+  }
+  return planned_;
+}
+
+size_t AdmissionFilter::working_bytes() const {
+  return (waiting_.capacity() + numbers_.capacity() + table_.capacity()) * sizeof(uint32_t) +
+         occurrences_.capacity() * sizeof(Occurrences);
+}
+
+void AdmissionFilter::draw(const uint64_t* ids, size_t n, uint64_t batch, uint64_t first, uint8_t* chosen) const {
+  for (size_t i = 0; i < n; ++i) chosen[i] = drawn(ids[i], batch, first + i);
 }
 
 bool AdmissionFilter::count(uint64_t key, uint32_t occurrences, Log& log) {
@@ -150,17 +198,21 @@ bool AdmissionFilter::count_in_sketch(uint64_t key, Log& log) {
 }
 
 bool AdmissionFilter::count_exactly(uint64_t key, uint32_t occurrences, Log& log) {
-  const uint32_t before = counters_->get(key);
+  KeyCounts::Place place = counters_->find(key);
+  const uint32_t before = counters_->get(place);
   if (uint64_t{before} + occurrences >= rule_.count) {
     if (before != 0) {
       log.keys.push_back({key, before});
-      counters_->set(key, 0);
+      counters_->erase(place);
     }
     return true;
   }
-  if (before == 0 && counters_->size() >= counters_->limit()) drop_smallest(log);
+  if (before == 0 && counters_->size() >= counters_->limit()) {
+    drop_smallest(log);
+    place = counters_->find(key);
+  }
   log.keys.push_back({key, before});
-  counters_->set(key, before + occurrences);
+  counters_->put(place, key, before + occurrences);
   return false;
 }
 
@@ -189,12 +241,12 @@ bool AdmissionFilter::drawn(uint64_t key, uint64_t batch, uint64_t position) con
 
 void AdmissionFilter::read(const uint64_t* ids, size_t n, uint8_t* refused) const {
   std::lock_guard lock(mutex_);
-  look_up(ids, n, [&](size_t i, uint32_t value) { refused[i] = value != kTrained; });
+  look_up(ids, n, [&](size_t i, size_t home) { refused[i] = admitted_.get(ids[i], home) != kTrained; });
 }
 
 void AdmissionFilter::peek(const uint64_t* keys, size_t n, uint8_t* refused) const {
   std::lock_guard lock(mutex_);
-  look_up(keys, n, [&](size_t i, uint32_t value) { refused[i] = value == 0; });
+  look_up(keys, n, [&](size_t i, size_t home) { refused[i] = !admitted_.contains(keys[i], home); });
 }
 
 void AdmissionFilter::set_stored(const uint64_t* keys, size_t n) {
@@ -207,10 +259,9 @@ void AdmissionFilter::train(uint64_t batch, bool stored) {
   if (batch > planned_) throw Error("admission: the batch was not planned");
   while (trained_ < batch) {
     const Log& log = logs_.front();
-    for (uint64_t key : log.admitted) {
-      admitted_.set(key, kTrained);
-      if (!stored) rowless_.set_growing(key, 1);
-    }
+    look_up(log.admitted.data(), log.admitted.size(),
+            [&](size_t i, size_t home) { admitted_.set(log.admitted[i], home, kTrained); });
+    for (size_t i = 0; !stored && i < log.admitted.size(); ++i) rowless_.set(log.admitted[i], 1);
     totals_.keys_admitted += log.admitted.size();
     totals_.ids_refused += log.refused;
     totals_.ids_admitted += log.ids - log.refused;
@@ -251,7 +302,7 @@ void AdmissionFilter::admit(const uint64_t* keys, size_t n) {
   std::lock_guard lock(mutex_);
   if (!logs_.empty()) throw Error("admission: batches are planned; close the pipeline before rows are replaced");
   for (size_t i = 0; i < n; ++i) {
-    admitted_.set_growing(keys[i], kTrained);
+    admitted_.set(keys[i], kTrained);
     if (counters_) counters_->set(keys[i], 0);
   }
 }
@@ -269,8 +320,8 @@ void AdmissionFilter::forget(const uint64_t* keys, size_t n) {
 void AdmissionFilter::clear_admitted() {
   std::lock_guard lock(mutex_);
   roll_back_locked(trained_);
-  admitted_ = KeyCounts(kFirstSlots);
-  rowless_ = KeyCounts(kFirstSlots);
+  admitted_ = KeyStates(kFirstSlots);
+  rowless_ = KeyStates(kFirstSlots);
 }
 
 AdmissionState AdmissionFilter::save() const {
@@ -298,7 +349,7 @@ AdmissionState AdmissionFilter::save() const {
       for (auto change = log->cells.rbegin(); change != log->cells.rend(); ++change)
         state.cells[change->cell] = change->before;
   }
-  rowless_.for_each([&](uint64_t key, uint32_t) { state.admitted.push_back(key); });
+  rowless_.for_each([&](uint64_t key, uint8_t) { state.admitted.push_back(key); });
   std::sort(state.admitted.begin(), state.admitted.end());
   return state;
 }
@@ -324,8 +375,8 @@ void AdmissionFilter::load(const AdmissionState& state) {
     std::copy(state.cells.begin(), state.cells.end(), sketch_->cells());
   }
   for (uint64_t key : state.admitted) {
-    admitted_.set_growing(key, kTrained);
-    rowless_.set_growing(key, 1);
+    admitted_.set(key, kTrained);
+    rowless_.set(key, 1);
   }
   planned_ = trained_ = state.batches;
 }
@@ -339,7 +390,7 @@ std::vector<uint64_t> AdmissionFilter::admitted() const {
   std::lock_guard lock(mutex_);
   std::vector<uint64_t> keys;
   keys.reserve(admitted_.size());
-  admitted_.for_each([&](uint64_t key, uint32_t value) {
+  admitted_.for_each([&](uint64_t key, uint8_t value) {
     if (value == kTrained) keys.push_back(key);
   });
   std::sort(keys.begin(), keys.end());
@@ -355,6 +406,8 @@ AdmissionStats AdmissionFilter::stats() const {
   stats.counter_bytes = (counters_ ? counters_->bytes() : 0) + (sketch_ ? sketch_->bytes() : 0);
   stats.admitted_bytes = admitted_.bytes() + rowless_.bytes();
   for (const Log& log : logs_) stats.log_bytes += log.bytes();
+  stats.working_bytes = working_bytes();
+  stats.peak_working_bytes = peak_working_bytes_;
   return stats;
 }
 

@@ -13,6 +13,8 @@
 
 #include "admission/count_sketch.h"
 #include "admission/key_counts.h"
+#include "admission/key_states.h"
+#include "dram/dedup.h"
 
 namespace thermocline {
 
@@ -44,9 +46,11 @@ struct AdmissionStats {
   uint64_t ids_refused = 0;
   uint64_t counters = 0;  // keys that are counted now
   uint64_t counters_dropped = 0;
-  uint64_t counter_bytes = 0;   // memory of the counters
-  uint64_t admitted_bytes = 0;  // memory of the set of admitted keys
-  uint64_t log_bytes = 0;       // memory of the logs of planned batches
+  uint64_t counter_bytes = 0;       // memory of the counters
+  uint64_t admitted_bytes = 0;      // memory of the set of admitted keys
+  uint64_t log_bytes = 0;           // memory of the logs of planned batches
+  uint64_t working_bytes = 0;       // memory that the next plan reuses
+  uint64_t peak_working_bytes = 0;  // largest working memory of a plan
 };
 
 // A key is admitted in the batch in which its count reaches the rule's, with all its occurrences there, and stays
@@ -67,6 +71,10 @@ class AdmissionFilter {
   // those that are counted. The order of the keys matters only to a sketch and to counters that exceed their memory.
   // kProbability: counted[i] is the number of occurrences that `draw` has chosen. `refused` is as for `plan`, per key.
   uint64_t plan_keys(const uint64_t* keys, const uint32_t* counted, const uint32_t* all, size_t n, uint8_t* refused);
+
+  // As plan_keys for all occurrences of the keys of a working set, with refused[i] per id. Returns the number of
+  // refused ids. Not for kProbability.
+  uint64_t plan_working_set(const WorkingSetView& set, uint8_t* refused);
 
   // Sets drawn[i] to 1 if the occurrence of ids[i] at position first + i of a batch admits its key. kProbability.
   void draw(const uint64_t* ids, size_t n, uint64_t batch, uint64_t first, uint8_t* drawn) const;
@@ -132,10 +140,12 @@ class AdmissionFilter {
 
   template <typename Fn>
   void look_up(const uint64_t* ids, size_t n, Fn&& found) const;
-  void prefetch(uint64_t key) const;
-  void find_waiting(const uint64_t* ids, size_t n, uint8_t* refused);
+  void find_waiting(const uint64_t* ids, size_t n);
   void group_waiting(const uint64_t* ids, const uint8_t* counted);
   void decide(uint64_t ids);
+  void prefetch_block(size_t first) const;
+  uint64_t end_plan();
+  size_t working_bytes() const;
   bool count(uint64_t key, uint32_t occurrences, Log& log);
   bool count_exactly(uint64_t key, uint32_t occurrences, Log& log);
   bool count_in_sketch(uint64_t key, Log& log);
@@ -149,13 +159,15 @@ class AdmissionFilter {
   mutable std::mutex mutex_;  // protects everything below
   std::unique_ptr<KeyCounts> counters_;
   std::unique_ptr<CountSketch> sketch_;
-  KeyCounts admitted_;  // value: 1 if the batch that admitted the key is trained, else 2
-  KeyCounts rowless_;   // admitted keys that may have no row
+  KeyStates admitted_;  // 1 if the batch that admitted the key is trained, else 2
+  KeyStates rowless_;   // admitted keys that may have no row
   uint64_t planned_ = 0, trained_ = 0;
   uint64_t dropped_ = 0;
   std::deque<Log> logs_;  // of the batches trained_ + 1 .. planned_
   AdmissionStats totals_;
-  // Working memory of a plan.
+  // Working memory of a plan: 4 bytes per key or id of the batch, 24 per key that is not admitted yet; by ids also 12
+  // to 20 per id that is not admitted yet. At most max(1 MiB, memory / 8) is kept for the next plan.
+  uint64_t peak_working_bytes_ = 0;
   std::vector<uint32_t> waiting_;         // positions of the batch whose keys are not admitted
   std::vector<Occurrences> occurrences_;  // of their unique keys
   std::vector<uint32_t> numbers_;         // [waiting_.size()] into occurrences_

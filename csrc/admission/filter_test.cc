@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <random>
 #include <set>
 #include <utility>
@@ -72,18 +73,34 @@ TEST(KeyCounts, IsAMapUnderRandomOperations) {
       CHECK_EQ(counts.size(), expected.size());
     }
     for (uint64_t key = 0; key < 2 * slots; ++key)
-      CHECK_EQ(counts.get(key), expected.contains(key) ? expected[key] : 0);
+      CHECK_EQ(counts.value_of(key), expected.contains(key) ? expected[key] : 0);
     std::map<uint64_t, uint32_t> all;
     counts.for_each([&](uint64_t key, uint32_t value) { all[key] = value; });
     CHECK(all == expected);
   }
 }
 
-TEST(KeyCounts, Grows) {
-  KeyCounts counts(4);
-  for (uint64_t key = 0; key < 10000; ++key) counts.set_growing(key * key, 1 + key % 7);
-  CHECK_EQ(counts.size(), 10000u);
-  for (uint64_t key = 0; key < 10000; ++key) CHECK_EQ(counts.get(key * key), 1 + key % 7);
+TEST(KeyStates, IsAMapUnderRandomOperationsAndGrows) {
+  std::mt19937_64 random(1);
+  for (size_t slots : {2, 7, 64}) {
+    KeyStates states(slots);
+    std::map<uint64_t, uint8_t> expected;
+    for (int i = 0; i < 20000; ++i) {
+      const uint64_t key = random() % (8 * slots);  // 0 included
+      const auto state = static_cast<uint8_t>(random() % 3);
+      states.set(key, state);
+      if (state == 0) expected.erase(key);
+      else expected[key] = state;
+      CHECK_EQ(states.size(), expected.size());
+    }
+    for (uint64_t key = 0; key < 8 * slots; ++key) {
+      CHECK_EQ(states.get(key), expected.contains(key) ? expected[key] : 0);
+      CHECK_EQ(states.contains(key, states.home(key)), expected.contains(key));
+    }
+    std::map<uint64_t, uint8_t> all;
+    states.for_each([&](uint64_t key, uint8_t state) { all[key] = state; });
+    CHECK(all == expected);
+  }
 }
 
 TEST(CountSketch, NeverUnderestimatesAndKeepsItsBound) {
@@ -333,6 +350,46 @@ TEST(Admission, IdsAreCountedAsTheirKeysInTheOrderOfFirstOccurrence) {
     if (rule.kind == AdmissionKind::kExact) CHECK(ids_filter.stats().counters_dropped > 0);
     CHECK_EQ(ids_filter.stats().ids_refused, keys_filter.stats().ids_refused);
   }
+}
+
+TEST(Admission, AWorkingSetIsPlannedAsItsIds) {
+  std::mt19937_64 random(11);
+  Dedup dedup(1);
+  for (AdmissionKind kind : {AdmissionKind::kExact, AdmissionKind::kSketch}) {
+    const AdmissionRule rule{.kind = kind, .count = 3, .memory = 4 << 10};  // counters are dropped
+    AdmissionFilter by_set(rule), by_ids(rule);
+    for (uint64_t batch = 1; batch <= 30; ++batch) {
+      const Batch ids = random_batch(random, random() % 400, 600);
+      const WorkingSet set = dedup.run(ids.data(), ids.size());
+      std::vector<uint8_t> refused(ids.size(), 7), expected(ids.size());
+      const uint64_t count = by_set.plan_working_set(
+          {set.ids, set.unique, set.keys.get(), set.inverse.get(), set.starts.get(), set.order.get()}, refused.data());
+      by_ids.plan(ids.data(), ids.size(), expected.data());
+      CHECK(refused == expected);
+      CHECK_EQ(count, static_cast<uint64_t>(std::count(expected.begin(), expected.end(), 1)));
+      by_set.train(batch, true);
+      by_ids.train(batch, true);
+      CHECK(by_set.save().keys == by_ids.save().keys);
+      CHECK(by_set.save().cells == by_ids.save().cells);
+    }
+    CHECK_EQ(by_set.stats().ids_refused, by_ids.stats().ids_refused);
+  }
+}
+
+TEST(Admission, CountsItsWorkingMemoryAndKeepsLittle) {
+  AdmissionFilter filter({.count = 2, .memory = 1 << 20});
+  Batch ids(1000);
+  std::iota(ids.begin(), ids.end(), 0);
+  std::vector<uint8_t> refused(200000);
+  filter.plan(ids.data(), ids.size(), refused.data());
+  const uint64_t kept = filter.stats().working_bytes;
+  CHECK(kept >= 1000 * 36 && kept <= 1000 * 64);
+  CHECK_EQ(filter.stats().peak_working_bytes, kept);
+  ids.resize(200000);
+  std::iota(ids.begin(), ids.end(), 0);
+  filter.plan(ids.data(), ids.size(), refused.data());
+  CHECK(filter.stats().peak_working_bytes >= 199000 * 36);
+  CHECK(filter.stats().working_bytes <= 1 << 20);
 }
 
 TEST(Admission, KeysThatWereTrainedHaveARow) {

@@ -4,7 +4,6 @@
 #include <cassert>
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 
 #include "util/hash.h"
 #include "util/huge_buffer.h"
@@ -29,32 +28,41 @@ class KeyCounts {
   }
   void prefetch(size_t home) const { __builtin_prefetch(table() + home); }
 
-  // 0: the key is not in the map.
-  uint32_t get(uint64_t key) const { return get(key, home(key)); }
-  uint32_t get(uint64_t key, size_t home) const { return table()[find(key, home)].value; }
+  // The place of a key, until another key is added or removed.
+  using Place = size_t;
+  Place find(uint64_t key) const { return find(key, home(key)); }
 
-  // A new key must not exceed the limit; 0 removes the key.
-  void set(uint64_t key, uint32_t value) {
-    const size_t at = find(key, home(key));
-    if (value == 0) {
-      if (table()[at].value != 0) erase(at);
-      return;
-    }
-    if (table()[at].value == 0) {
+  // 0: the key is not in the map.
+  uint32_t get(Place place) const { return table()[place].value; }
+  uint32_t value_of(uint64_t key) const { return get(find(key)); }
+
+  // Sets the value, above 0, of the key of this place. A new key must not exceed the limit.
+  void put(Place place, uint64_t key, uint32_t value) {
+    if (table()[place].value == 0) {
       assert(size_ < slots_ - 1);
       ++size_;
     }
-    table()[at] = {key, value};
+    table()[place] = {key, value};
   }
 
-  // As `set`, in twice the memory if the limit is reached.
-  void set_growing(uint64_t key, uint32_t value) {
-    if (size_ >= limit() && get(key) == 0) {
-      KeyCounts larger(2 * slots_);
-      for_each([&](uint64_t k, uint32_t v) { larger.set(k, v); });
-      std::swap(*this, larger);
+  // As `put`; 0 removes the key.
+  void set(uint64_t key, uint32_t value) {
+    const Place place = find(key);
+    if (value != 0) put(place, key, value);
+    else if (get(place) != 0) erase(place);
+  }
+
+  // Removes the key of this place. Moves later keys of the run back, so that each stays reachable from its home.
+  void erase(Place hole) {
+    for (size_t i = next(hole); table()[i].value != 0; i = next(i)) {
+      const size_t from = home(table()[i].key);
+      const bool reachable = hole <= i ? (hole < from && from <= i) : (hole < from || from <= i);
+      if (reachable) continue;
+      table()[hole] = table()[i];
+      hole = i;
     }
-    set(key, value);
+    table()[hole] = {0, 0};
+    --size_;
   }
 
   template <typename Fn>
@@ -78,19 +86,6 @@ class KeyCounts {
     size_t i = home;
     while (table()[i].value != 0 && table()[i].key != key) i = next(i);
     return i;
-  }
-
-  // Moves later keys of the run back, so that each stays reachable from its home.
-  void erase(size_t hole) {
-    for (size_t i = next(hole); table()[i].value != 0; i = next(i)) {
-      const size_t from = home(table()[i].key);
-      const bool reachable = hole <= i ? (hole < from && from <= i) : (hole < from || from <= i);
-      if (reachable) continue;
-      table()[hole] = table()[i];
-      hole = i;
-    }
-    table()[hole] = {0, 0};
-    --size_;
   }
 
   size_t slots_;

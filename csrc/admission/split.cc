@@ -1,22 +1,21 @@
 #include "admission/split.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <vector>
 
 namespace thermocline {
 namespace {
 
-// Positions with a flag, ascending. Most batches have few: eight flags are tested at once.
+// Positions with a flag of 1, not 0, ascending. Most batches have few: eight flags are tested at once.
 std::vector<uint32_t> positions_of(const uint8_t* flags, size_t n) {
   std::vector<uint32_t> found;
   size_t i = 0;
   for (; i + 8 <= n; i += 8) {
     uint64_t eight;
     std::memcpy(&eight, flags + i, 8);
-    if (eight == 0) continue;
-    for (size_t j = i; j < i + 8; ++j)
-      if (flags[j]) found.push_back(static_cast<uint32_t>(j));
+    for (; eight != 0; eight &= eight - 1) found.push_back(static_cast<uint32_t>(i + std::countr_zero(eight) / 8));
   }
   for (; i < n; ++i)
     if (flags[i]) found.push_back(static_cast<uint32_t>(i));
@@ -76,34 +75,56 @@ SplitBags split_bags(const uint64_t* ids, const Bags& bags, const uint8_t* refus
 }
 
 WorkingSet split_working_set(const WorkingSetView& all, const uint8_t* refused) {
+  const std::vector<uint32_t> lost = positions_of(refused, all.ids);
+  std::vector<uint32_t> lost_keys;  // ascending, as keys are in the order of their first occurrence
+  for (uint32_t at : lost)
+    if (all.order[all.starts[all.inverse[at]]] == at) lost_keys.push_back(all.inverse[at]);
   WorkingSet out;
-  Recycled<uint32_t> position(all.ids);  // of each trained id among them
+  out.ids = all.ids - lost.size();
+  out.unique = all.unique - lost_keys.size();
+  out.keys = Recycled<uint64_t>(out.unique);
+  out.starts = Recycled<uint32_t>(out.unique + 1);
+  out.inverse = Recycled<uint32_t>(out.ids + 1);
+  out.order = Recycled<uint32_t>(out.ids);
+  const Recycled<uint32_t> index(all.unique);  // of each trained key among them
+  size_t key = 0;
+  uint32_t lost_ids = 0;  // of the keys before
+  for (size_t before = 0; before <= lost_keys.size(); ++before) {
+    const size_t end = before < lost_keys.size() ? lost_keys[before] : all.unique;
+    for (; key < end; ++key) {
+      index[key] = static_cast<uint32_t>(key - before);
+      out.keys[key - before] = all.keys[key];
+      out.starts[key - before] = all.starts[key] - lost_ids;
+    }
+    if (key == all.unique) break;
+    lost_ids += all.starts[key + 1] - all.starts[key];
+    index[key++] = 0;
+  }
+  out.starts[out.unique] = static_cast<uint32_t>(out.ids);
+  const Recycled<uint32_t> position(all.ids);  // of each trained id among them
   uint32_t ids = 0;
   for (size_t i = 0; i < all.ids; ++i) {
     position[i] = ids;
+    out.inverse[ids] = index[all.inverse[i]];
     ids += !refused[i];
   }
-  out.ids = ids;
-  out.keys = Recycled<uint64_t>(all.unique);
-  out.starts = Recycled<uint32_t>(all.unique + 1);
-  out.inverse = Recycled<uint32_t>(ids);
-  out.order = Recycled<uint32_t>(ids);
-  Recycled<uint32_t> index(all.unique);  // of each trained key among them
-  uint32_t unique = 0;
   uint32_t* order = out.order.get();
-  out.starts[0] = 0;
-  for (size_t u = 0; u < all.unique; ++u) {
-    const uint32_t *begin = all.order + all.starts[u], *end = all.order + all.starts[u + 1];
-    index[u] = unique;
-    if (refused[*begin]) continue;
-    order = std::transform(begin, end, order, [&](uint32_t i) { return position[i]; });
-    out.keys[unique++] = all.keys[u];
-    out.starts[unique] = static_cast<uint32_t>(order - out.order.get());
+  size_t at = 0;
+  for (size_t k = 0; k <= lost_keys.size(); ++k) {  // occurrences of the keys between two that are lost
+    const size_t end = k < lost_keys.size() ? all.starts[lost_keys[k]] : all.ids;
+    for (; at < end; ++at) *order++ = position[all.order[at]];
+    if (k < lost_keys.size()) at = all.starts[lost_keys[k] + 1];
   }
-  out.unique = unique;
-  for (size_t i = 0; i < all.ids; ++i)
-    if (!refused[i]) out.inverse[position[i]] = index[all.inverse[i]];
   return out;
+}
+
+void add_rows(const int64_t* places, size_t n, size_t dim, const float* rows, float* out) {
+  constexpr size_t kAhead = 8;  // rows that are requested before they are used
+  for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) __builtin_prefetch(out + static_cast<size_t>(places[i + kAhead]) * dim, 1);
+    float* const sum = out + static_cast<size_t>(places[i]) * dim;
+    for (size_t j = 0; j < dim; ++j) sum[j] += rows[i * dim + j];
+  }
 }
 
 }  // namespace thermocline

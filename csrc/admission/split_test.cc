@@ -74,8 +74,8 @@ void check_bags(const Input& input, bool pooled, bool weighted) {
 
 TEST(AdmissionSplit, DividesBags) {
   std::mt19937_64 random(1);
-  for (uint64_t one_in : {0, 1, 2, 25})
-    for (size_t bags : {0, 1, 5, 60, 61, 62, 63})
+  for (uint64_t one_in : {0, 1, 2, 25, 49})
+    for (size_t bags : {0, 1, 5, 60, 61, 62, 63, 500})
       for (bool pooled : {false, true})
         for (bool weighted : {false, true}) check_bags(random_input(random, bags, one_in), pooled, weighted);
 }
@@ -102,6 +102,14 @@ TEST(AdmissionSplit, WorkingSetIsThatOfTheTrainedIds) {
       CHECK(vector_of(split.order, split.ids) == vector_of(expected.order, split.ids));
     }
   }
+}
+
+TEST(AdmissionSplit, AddsRowsAtTheirPlaces) {
+  const std::vector<int64_t> places{0, 3, 4};
+  const std::vector<float> rows{1, 2, 3, 4, 5, 6};
+  std::vector<float> out{10, 20, 30, 40, 50, 60, 70, 80, 90, 100};
+  add_rows(places.data(), 3, 2, rows.data(), out.data());
+  CHECK((out == std::vector<float>{11, 22, 30, 40, 50, 60, 73, 84, 95, 106}));
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include "admission/filter.h"
 #include "admission/split.h"
 #include "bind/bind.h"
+#include "bind/dram_args.h"
 #include "bind/to_numpy.h"
 
 namespace nb = nanobind;
@@ -39,6 +40,31 @@ uint64_t plan_keys(AdmissionFilter& self, KeysArg keys, Array<uint32_t> counted,
           "counted, all and refused must have one element per key");
   return unlocked([&, k = keys.data(), c = counted.data(), a = all.data(), r = refused.data()] {
     return self.plan_keys(k, c, a, n, r);
+  });
+}
+
+// A working set whose indices are in range, given its arrays from Python.
+WorkingSetView view_of(const KeysArg& keys, const Array<uint32_t>& inverse, const Array<uint32_t>& starts,
+                       const Array<uint32_t>& order) {
+  require(order.size() == inverse.size() && starts.size() == keys.size() + 1,
+          "a working set has arrays of other lengths");
+  return {inverse.size(), keys.size(), keys.data(), inverse.data(), starts.data(), order.data()};
+}
+
+void check(const WorkingSetView& set) {
+  bool valid = set.starts[0] == 0 && set.starts[set.unique] == set.ids;
+  for (size_t u = 0; u < set.unique; ++u) valid &= set.starts[u] < set.starts[u + 1];
+  for (size_t i = 0; i < set.ids; ++i) valid &= (set.inverse[i] < set.unique) & (set.order[i] < set.ids);
+  require(valid, "a working set has an index out of range");
+}
+
+uint64_t plan_working_set(AdmissionFilter& self, KeysArg keys, Array<uint32_t> inverse, Array<uint32_t> starts,
+                          Array<uint32_t> order, BytesArg refused) {
+  const WorkingSetView set = view_of(keys, inverse, starts, order);
+  require(refused.size() == set.ids, "refused must have one byte per id");
+  return unlocked([&, r = refused.data()] {
+    check(set);
+    return self.plan_working_set(set, r);
   });
 }
 
@@ -85,19 +111,24 @@ auto split(KeysArg ids, std::optional<Array<int64_t>> offsets, std::optional<Arr
 
 auto split_set(KeysArg keys, Array<uint32_t> inverse, Array<uint32_t> starts, Array<uint32_t> order,
                Array<uint8_t> refused) {
-  const size_t n = inverse.size();
-  require(order.size() == n && refused.size() == n && starts.size() == keys.size() + 1,
-          "a working set has arrays of other lengths");
-  const WorkingSetView all{n, keys.size(), keys.data(), inverse.data(), starts.data(), order.data()};
+  const WorkingSetView all = view_of(keys, inverse, starts, order);
+  require(refused.size() == all.ids, "refused must have one byte per id");
   WorkingSet out = unlocked([&, r = refused.data()] {
-    bool valid = all.starts[0] == 0 && all.starts[all.unique] == n;
-    for (size_t u = 0; u < all.unique; ++u) valid &= all.starts[u] < all.starts[u + 1];
-    for (size_t i = 0; i < n; ++i) valid &= (all.inverse[i] < all.unique) & (all.order[i] < n);
-    require(valid, "a working set has an index out of range");
+    check(all);
     return split_working_set(all, r);
   });
   return std::make_tuple(to_numpy(std::move(out.keys), out.unique), to_numpy(std::move(out.inverse), out.ids),
                          to_numpy(std::move(out.starts), out.unique + 1), to_numpy(std::move(out.order), out.ids));
+}
+
+void add(Array<int64_t> places, FloatsArg rows, FloatsOutArg out) {
+  require(rows.shape(0) == places.size() && rows.shape(1) == out.shape(1), "rows: expected one row per place");
+  unlocked([&, p = places.data(), n = places.size()] {
+    bool valid = true;
+    for (size_t i = 0; i < n; ++i) valid &= static_cast<uint64_t>(p[i]) < out.shape(0);
+    require(valid, "places: a row does not exist");
+    add_rows(p, n, out.shape(1), rows.data(), out.data());
+  });
 }
 
 auto save(const AdmissionFilter& self) {
@@ -130,7 +161,9 @@ void bind_admission(nb::module_& m) {
       .def_ro("counters_dropped", &AdmissionStats::counters_dropped)
       .def_ro("counter_bytes", &AdmissionStats::counter_bytes)
       .def_ro("admitted_bytes", &AdmissionStats::admitted_bytes)
-      .def_ro("log_bytes", &AdmissionStats::log_bytes);
+      .def_ro("log_bytes", &AdmissionStats::log_bytes)
+      .def_ro("working_bytes", &AdmissionStats::working_bytes)
+      .def_ro("peak_working_bytes", &AdmissionStats::peak_working_bytes);
   nb::class_<AdmissionFilter>(m, "AdmissionFilter")
       .def(
           "__init__",
@@ -143,6 +176,7 @@ void bind_admission(nb::module_& m) {
           "kind"_a, "count"_a, "probability"_a, "memory"_a, "seed"_a, "table"_a)
       .def("plan", &plan, "ids"_a, "refused"_a, "counted"_a = nb::none())
       .def("plan_keys", &plan_keys, "keys"_a, "counted"_a, "all"_a, "refused"_a)
+      .def("plan_working_set", &plan_working_set, "keys"_a, "inverse"_a, "starts"_a, "order"_a, "refused"_a)
       .def("draw", &draw, "ids"_a, "batch"_a, "first"_a, "drawn"_a)
       .def("peek", &peek, "keys"_a, "refused"_a)
       .def("read", &read, "ids"_a, "refused"_a)
@@ -178,6 +212,7 @@ void bind_admission(nb::module_& m) {
       .def_prop_ro("planned", &AdmissionFilter::planned)
       .def_prop_ro("stats", &AdmissionFilter::stats);
   m.def("split_bags", &split, "ids"_a, "offsets"_a.none(), "weights"_a.none(), "refused"_a);
+  m.def("add_rows", &add, "places"_a, "rows"_a, "out"_a);
   m.def("split_working_set", &split_set, "keys"_a, "inverse"_a, "starts"_a, "order"_a, "refused"_a);
 }
 

@@ -127,10 +127,9 @@ class AdmissionBackend:
             refused = np.empty(len(ids), np.uint8)
             self._filter.plan(ids, refused, first)
             return refused.view(np.bool_) if refused.any() else None
-        counts = np.diff(working_set.starts)
-        refused = np.empty(len(working_set), np.uint8)
-        self._filter.plan_keys(working_set.keys, counts, counts, refused)
-        return refused.view(np.bool_)[working_set.inverse] if refused.any() else None
+        refused = np.empty(len(working_set.inverse), np.uint8)
+        arrays = (working_set.keys, working_set.inverse, working_set.starts, working_set.order)
+        return refused.view(np.bool_) if self._filter.plan_working_set(*arrays, refused) else None
 
     def split(self, inputs: BagInputs, decision: Decision) -> SplitInputs:
         """Divide the inputs of a batch by a decision about it."""
@@ -328,8 +327,11 @@ class AdmissionBackend:
             return self.inner.pool(inner_plan(plan), bag)
         pooled = self.inner.pool(plan.inner, bag.trained)
         if bag.others is not None:
-            places = bag.on(pooled.device, "places")
-            pooled[places] += self.inner.pool(plan.initial, bag.others)
+            others = self.inner.pool(plan.initial, bag.others)
+            if pooled.device.type == "cpu":
+                core.add_rows(bag.split.places, others.numpy(), pooled.numpy())
+            else:
+                pooled[bag.on(pooled.device, "places")] += others
         return pooled if bag.split.sizes is None else pooled / bag.on(pooled.device, "sizes")[:, None]
 
     def with_weights(self, plan: Any, bag: Any, weights: torch.Tensor) -> Any:

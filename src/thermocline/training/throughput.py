@@ -230,7 +230,7 @@ class ThroughputMeter:
             "ids_refused": now.ids_refused - before.ids_refused,
             "counters": now.counters,
             "counters_dropped": max(0, now.counters_dropped - before.counters_dropped),
-            "bytes": now.counter_bytes + now.admitted_bytes + now.log_bytes,
+            "bytes": now.counter_bytes + now.admitted_bytes + now.log_bytes + now.working_bytes,
         }
 
     def _stage_shares(self, stage: StageStats, wall: float) -> dict[str, float]:
