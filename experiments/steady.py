@@ -6,8 +6,8 @@ prepare   generate the batches of a cycle, in page-locked memory beside a GPU; w
 tiers     place the most popular rows in HBM and the next ones in DRAM; train until the look-ahead has grown to its full
           size, then measure for the longer of SECONDS and HORIZONS horizons
 disk      read the store's files at random, also with the mean size of the reads just measured
-cold      train again, from empty tiers above the store: a curve
 memory    train with all rows in the top tier
+cold      train again, from empty tiers above the store: a curve
 rival     train with the MPI baseline, all rows in DRAM, once per number of ranks
 
 Training is that of `tc.Trainer` with its defaults: on a GPU recorded steps (CUDA graphs) and fused Adam.
@@ -21,6 +21,7 @@ import itertools
 import json
 import math
 import shutil
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +37,7 @@ from thermocline.data.paper_models import PaperModel
 from thermocline.data.synthetic import SyntheticAds
 from thermocline.embedding import bulk_load
 from thermocline.embedding.table_spec import LookAheadLimits
+from thermocline.utils import atomic_file
 
 NAMES = models.NAMES
 CYCLE = 1000
@@ -52,11 +54,14 @@ COLD_SECONDS = 30.0
 """Seconds of the curve from a cold start."""
 RAMP_SECONDS = 60.0
 """Most seconds of the ramp-up; the result contains the seconds it took."""
-RIVAL_SKIP = 3.0
-"""Seconds of the MPI baseline's training before its measurement begins."""
+RIVAL_SKIP, RIVAL_SHORT = 3.0, 15.0
+"""Seconds of the MPI baseline's training before its measurement begins; and of its measurement with all but the least
+number of ranks. The fastest one counts; the least number was the fastest for E on 16 cores."""
+PARTS = "parts.json"
+"""File in the step's folder: the measurements so far, for the case that a time limit ends the process."""
 COMMIT_SECONDS = 20.0
 """Interval of the store's commits."""
-LIMITS = (SECONDS, COLD_SECONDS, RAMP_SECONDS, RIVAL_SKIP, COMMIT_SECONDS)
+LIMITS = (SECONDS, COLD_SECONDS, RAMP_SECONDS, RIVAL_SKIP, RIVAL_SHORT, COMMIT_SECONDS)
 DEPTH, PULL_WINDOW = models.DEPTH, 2
 """Windows in flight, and batches per window of HBM."""
 _ROW_OVERHEAD = 40  # bytes of index and metadata per row in DRAM
@@ -136,6 +141,12 @@ class _Stretch:
         )
         self._batches: list[Batch] = []
         self._seconds: dict[str, float] = {}
+        self._parts: dict[str, Json] = {
+            "plan": json.loads(json.dumps(dataclasses.asdict(plan))),
+            "batch_examples": self._ads.batch_size,
+            "cycle": cycle(setup, plan),
+            "lookahead": lookahead(setup, plan),
+        }
         self._resident = 0  # bytes of the process before the table was made
 
     def run(self) -> Json:
@@ -147,27 +158,30 @@ class _Stretch:
         with self._timed("batches"):
             self._prepare()
         self._fill(folder)
-        tiers = self._tiers(folder)
+        tiers = self._keep("tiers", self._tiers(folder))
         with self._timed("disk"):
-            disk = _probe(folder, tiers, max(0.05, min(1.0, self._setup.effort) * disk_probe.SECONDS))
-        cold = self._cold(folder)
+            seconds = max(0.05, min(1.0, self._setup.effort) * disk_probe.SECONDS)
+            self._keep("disk", _probe(folder, tiers, seconds))
+        self._keep("memory", self._memory() if models.fits_top_tier(self._setup, self._plan) else None)
+        self._keep("cold", self._cold(folder))
         shutil.rmtree(folder)
-        memory = self._memory() if models.fits_top_tier(self._setup, self._plan) else None
         self._batches = []
         training.free_page_locked()
-        rival = self._rival()
-        return {
-            "plan": json.loads(json.dumps(dataclasses.asdict(self._plan))),
-            "batch_examples": self._ads.batch_size,
-            "cycle": cycle(self._setup, self._plan),
-            "lookahead": lookahead(self._setup, self._plan),
-            "tiers": tiers,
-            "disk": disk,
-            "cold": cold,
-            "memory": memory,
-            "rival": rival,
-            "seconds": self._seconds,
-        }
+        rival = self._keep("rival", {})
+        for count in ranks(self._setup, self._plan):
+            rival[str(count)] = self._rival(count, short=bool(rival))
+            self._keep("rival", rival)
+        return self._parts
+
+    def _keep(self, name: str, part: Json) -> Json:
+        """Add a part to the result, print its speed, and write the parts so far: a time limit may end the process."""
+        self._parts |= {name: part, "seconds": self._seconds}
+        atomic_file.atomic_write(self._context.folder / PARTS, json.dumps(self._parts).encode())
+        runs = part.values() if name == "rival" else [part or {}]
+        speeds = ", ".join(f"{run['examples_per_s']:,.0f}" for run in runs if "examples_per_s" in run)
+        if speeds:
+            print(f"steady {self._plan.name}: {name}, {speeds} examples/s", file=sys.stderr, flush=True)
+        return part
 
     @contextlib.contextmanager
     def _timed(self, part: str) -> Any:
@@ -212,17 +226,15 @@ class _Stretch:
             with self._timed("memory"):
                 return self._train(table, ramp=RAMP_SECONDS, seconds=SECONDS)
 
-    def _rival(self) -> Json:
-        runs = {}
-        for count in ranks(self._setup, self._plan):
-            with self._timed(f"rival, {count} ranks"):
-                config = mpi_baseline.config(self._setup, self._plan, count)
-                context = StepContext(self._context.folder, 600.0)
-                skip, seconds = (max(1.0, self._setup.effort * limit) for limit in (RIVAL_SKIP, SECONDS))
-                runs[str(count)] = mpi_baseline.measure(
-                    config, count, skip + seconds, context, skip=skip, prepared=cycle(self._setup, self._plan)
-                )
-        return runs
+    def _rival(self, count: int, *, short: bool) -> Json:
+        """Measure the MPI baseline. It has no look-ahead, so `CYCLE` batches are repeated."""
+        with self._timed(f"rival, {count} ranks"):
+            config = mpi_baseline.config(self._setup, self._plan, count)
+            context = StepContext(self._context.folder, 600.0)
+            limits = (RIVAL_SKIP, RIVAL_SHORT if short else SECONDS)
+            skip, seconds = (max(1.0, self._setup.effort * limit) for limit in limits)
+            prepared = min(cycle(self._setup, self._plan), CYCLE)
+            return mpi_baseline.measure(config, count, skip + seconds, context, skip=skip, prepared=prepared)
 
     def _tier_budgets(self) -> dict[str, Any]:
         plan = self._plan

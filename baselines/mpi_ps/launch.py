@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +21,13 @@ def missing() -> str | None:
 
 
 def _mpirun() -> str | None:
-    beside = Path(sys.executable).parent / "mpirun"
-    return str(beside) if beside.exists() else shutil.which("mpirun")
+    """Path of mpirun: beside the interpreter, in `bin` beside the packages (`pip install --target`), or in PATH.
+
+    Open MPI's wheel finds its other files from there."""
+    beside = [Path(sys.executable).parent / "mpirun"]
+    if (spec := find_spec("mpi4py")) is not None and spec.origin is not None:
+        beside.append(Path(spec.origin).parent.parent / "bin" / "mpirun")
+    return next((str(path) for path in beside if path.exists()), shutil.which("mpirun"))
 
 
 def command(ranks: int, arguments: Sequence[str]) -> list[str]:
@@ -33,7 +39,8 @@ def command(ranks: int, arguments: Sequence[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Environment of this process with this project on PYTHONPATH; root may start ranks, as in containers."""
+    """Environment of this process with this project on PYTHONPATH and a home folder, without which mpirun fails; root
+    may start ranks, as in containers."""
     path = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.getuid() == 0 else {}
-    return {**os.environ, **root, "PYTHONPATH": os.pathsep.join(path)}
+    return {"HOME": tempfile.gettempdir(), **os.environ, **root, "PYTHONPATH": os.pathsep.join(path)}

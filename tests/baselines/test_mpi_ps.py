@@ -323,3 +323,19 @@ def test_parts_of_all_ranks_are_the_mini_batch(tmp_path: Path, ranks: int) -> No
         assert max(p.examples for p in parts) - min(p.examples for p in parts) <= 1
         assert (np.concatenate([part.ids for part in parts]) == batch.ids).all()
         assert (torch.cat([part.label for part in parts]) == batch.label).all()
+
+
+def test_mpirun_is_found_beside_packages_in_a_folder_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mpi4py/__init__.py", "bin/mpirun"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch(0o755)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(launch.sys, "executable", "/nowhere/python")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delitem(launch.sys.modules, "mpi4py", raising=False)
+    assert launch.missing() is None
+    assert launch.command(2, ["job"])[0] == str(tmp_path / "bin/mpirun")
+    monkeypatch.delenv("HOME", raising=False)
+    assert Path(launch.environment()["HOME"]).is_dir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import json
 import types
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,31 @@ def test_a_stretch_on_the_interpreted_gpu(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "rows").exists()
     section = steady.section(setup, {"B": result})
     assert "Not measured yet: A, C, D, E." in section.text[-1]
+
+
+def test_parts_measured_before_an_interruption_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, float, int]] = []
+
+    def measure(config: Any, count: int, seconds: float, context: Any, *, skip: float, prepared: int) -> Any:
+        asked.append((count, seconds - skip, prepared))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return {"examples_per_s": 7.0}
+
+    monkeypatch.setattr(steady.mpi_baseline, "measure", measure)
+    monkeypatch.setattr(steady, "ranks", lambda setup, plan: [2, 4])
+    monkeypatch.setattr(steady, "RIVAL_SHORT", 2_000.0)
+    monkeypatch.setattr(steady, "SECONDS", 3_000.0)
+    step = next(step for step in steady.steps(TINY) if step.name == "A")
+    with pytest.raises(KeyboardInterrupt):
+        step.run(StepContext(tmp_path))
+    kept = json.loads((tmp_path / steady.PARTS).read_text())
+    assert {"plan", "cycle", "tiers", "disk", "memory", "cold"} <= set(kept)
+    assert kept["tiers"]["examples_per_s"] > 0
+    assert kept["rival"] == {"2": {"examples_per_s": 7.0}}
+    assert kept["seconds"]["tiers"] > 0
+    assert [(count, round(seconds, 3)) for count, seconds, _ in asked] == [(2, 3.0), (4, 2.0)]  # others are shorter
+    assert asked[0][2] == min(kept["cycle"], steady.CYCLE)
 
 
 # ---- claims
