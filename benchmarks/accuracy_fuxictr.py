@@ -6,12 +6,15 @@ import dataclasses
 import importlib
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from accuracy_data import DataSet
 
+import thermocline as tc
 from thermocline.models import ModelConfig
 
 FOLDERS = {
@@ -130,6 +133,31 @@ def build_fuxictr(
     model = model_class(folder, config.name)(feature_map, **params)
     vocabulary = {name: processor.processor_dict[f"{name}::tokenizer"].vocab for name in data.features}
     return Built(model, feature_map, params, vocabulary)
+
+
+_LAYERS = {"crossnet": 0, "mlp": 1, "dnn": 1, "parallel_dnn": 1, "fc": 2}
+"""FuxiCTR's dense layers, in the order of ours: cross layers, hidden layers, output layer."""
+
+
+def copy_start(
+    built: Built, data: DataSet, model: torch.nn.Module, table: tc.Table, key_of: Callable[[str, str], int]
+) -> None:
+    """Copy FuxiCTR's initial weights to our model and table. Biases of linear parts are zero on both sides."""
+    theirs = built.model.state_dict()
+    dense = [(name.split(".")[0], value) for name, value in theirs.items() if name.split(".")[0] in _LAYERS]
+    values = [value for _, value in sorted(dense, key=lambda part: _LAYERS[part[0]])]
+    ours = [value for name, value in model.state_dict().items() if name != "bias" and not name.endswith("_extra_state")]
+    shapes = [tuple(value.shape) for value in ours]
+    assert shapes == [tuple(value.shape) for value in values], "the models do not have the same layers"
+    with torch.no_grad():
+        for mine, value in zip(ours, values, strict=True):
+            mine.copy_(value)
+    for field in data.features:
+        ids = {value: at for value, at in built.vocabulary[field].items() if not value.startswith("__")}
+        rows = [value for name, value in theirs.items() if name.endswith(f".embedding_layers.{field}.weight")]
+        rows.sort(key=lambda part: part.shape[1])  # the linear weight, if there is one, then the vector
+        keys = np.array([key_of(field, value) for value in ids], np.uint64)
+        table.load_rows(keys, torch.cat(rows, 1).numpy()[list(ids.values())])
 
 
 def train_fuxictr(

@@ -2,10 +2,11 @@
 
     python benchmarks/accuracy_same_start.py FOLDER --fuxictr REPOSITORY --models dcnv2 --epochs 5
 
-Means over seeds differ by the luck of initial weights and order, since each seed ends at another epoch. Here both sides
-begin with the weights of FuxiCTR's model, read the same batches, and draw the same dropout masks (torch's generator is
-seeded before each step). What remains is the arithmetic: clipping before or after L2, sums in another order. Our side
-updates all rows (lazy = "catch_up"), as FuxiCTR does. Options of accuracy.py that are not here have its defaults.
+`accuracy.py --sides same_start,fuxictr` compares whole trainings from the same start; this script compares the loss of
+each step. Both sides begin with the weights of FuxiCTR's model, read the same batches, and draw the same dropout masks
+(torch's generator is seeded before each step). The arithmetic remains: clipping before or after L2, sums in another
+order. Our side updates all rows (lazy = "catch_up"), as FuxiCTR does. Options of accuracy.py that are not here have its
+defaults.
 """
 
 from __future__ import annotations
@@ -17,18 +18,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from accuracy import TRAINING, Examples, key_of
+from accuracy import MODELS, TRAINING, Examples, key_of
 from accuracy_data import DATA_SETS, SPLITS, DataSet, write_split
-from accuracy_fuxictr import Built, build_fuxictr
+from accuracy_fuxictr import Built, build_fuxictr, copy_start
 from common import console, environment, write_json
 
 import thermocline as tc
 from thermocline.models import ModelConfig, build, parameter_groups, row_dim
-
-MODELS = ("dnn", "dcnv2")
-"""Models whose rows are one vector per key, and whose layers have the same order, on both sides."""
 
 
 class Losses(tc.Callback):
@@ -49,18 +46,7 @@ def train_ours(
     adam = tc.Adam(lr=TRAINING["lr"], weight_decay=config.embedding_l2 or 0.0, lazy="catch_up")
     table = tc.Table(row_dim(config), adam, mem="64MB")
     model = build(config, table, len(data.features))
-    layers = built.model.embedding_layer.embedding_layer.embedding_layers
-    for name in data.features:
-        values = {value: at for value, at in built.vocabulary[name].items() if not value.startswith("__")}
-        keys = np.array([key_of(name, value) for value in values], np.uint64)
-        table.load_rows(keys, layers[name].weight.detach().numpy()[list(values.values())])
-    theirs = [value for name, value in built.model.state_dict().items() if not name.startswith("embedding_layer.")]
-    ours = {name: value for name, value in model.state_dict().items() if not name.endswith("_extra_state")}
-    shapes = [tuple(value.shape) for value in theirs]
-    assert shapes == [tuple(value.shape) for value in ours.values()], "the models do not have the same layers"
-    with torch.no_grad():
-        for mine, value in zip(ours.values(), theirs, strict=True):
-            mine.copy_(value)
+    copy_start(built, data, model, table, key_of)
     settings = tc.TrainConfig(
         epochs=epochs, clip_norm=TRAINING["clip_norm"], checkpoint_minutes=None, tensorboard=False, display=False
     )
