@@ -307,6 +307,7 @@ void bind_dram(nb::module_& m) {
       .def("load_part", &horizon_load_part, "part"_a, "skip"_a.noconvert().none() = nb::none())
       .def("drop", &Horizon::drop, unlocked)
       .def_prop_ro("unique", &Horizon::unique)
+      .def_prop_ro("absent", &Horizon::absent)
       .def_prop_ro("pinned", &Horizon::pinned)
       .def_prop_ro("late", &Horizon::late)
       .def_prop_ro("position", &Horizon::position)

@@ -265,7 +265,7 @@ void Horizon::number(uint32_t p, Scratch& s) {
           mark = found;
           count[found] = 0;
           unique[found++] = index;
-          ++partition.entry(index).uses;
+          partition.entry(index).use();
         }
         local[b + i] = mark;
         ++count[mark];
@@ -415,7 +415,7 @@ void Horizon::publish(HorizonPart& part, const std::vector<uint32_t>& slots) {
   tier_.pool().parallel(ranges.size() - 1, [&](size_t r) {
     HorizonPartition& partition = partitions_[numbers[ranges[r]] >> 24];
     std::lock_guard lock(partition.mutex);
-    size_t kept = 0;
+    size_t kept = 0, absent = 0;
     for (size_t i = ranges[r]; i < ranges[r + 1]; ++i) {
       const uint32_t ahead = numbers[std::min(i + kEntryAhead, ranges[r + 1] - 1)];
       __builtin_prefetch(&partition.entry(ahead & kIndexMask), 1);
@@ -426,20 +426,24 @@ void Horizon::publish(HorizonPart& part, const std::vector<uint32_t>& slots) {
         kept += keep;
         if (!keep) {
           std::lock_guard unpins_lock(mutex);
-          unpins.slots.push_back(slots[i]);
-          unpins.keys.push_back(e.key);
+          unpins.add(e, slots[i]);
         }
       }
       e.store_slot(keep ? slots[i] : HorizonEntry::kAbsent);
-      if (e.uses == 0) partition.erase(index);
+      if (e.uses == 0) {
+        partition.erase(index);
+      } else {
+        absent += e.slot == HorizonEntry::kAbsent;
+      }
     }
     pinned_ += kept;
+    absent_ += absent;
   });
   {
     std::lock_guard sweep(sweep_mutex_);
     end_part(part);
   }
-  tier_.unpin(unpins.slots.data(), unpins.slots.size(), false, unpins.keys.data());
+  unpin_rows(unpins);
 }
 
 // Visits the keys of a part again: the sweep goes back to its begin.
@@ -489,10 +493,7 @@ void Horizon::release(HorizonBatch& batch) {
     taken_.erase(&batch);
   }
   batch_bytes_ -= batch.bytes();
-  for (size_t r = 1; r < unpins.size(); ++r) {
-    unpins[0].slots.insert(unpins[0].slots.end(), unpins[r].slots.begin(), unpins[r].slots.end());
-    unpins[0].keys.insert(unpins[0].keys.end(), unpins[r].keys.begin(), unpins[r].keys.end());
-  }
+  for (size_t r = 1; r < unpins.size(); ++r) unpins[0].add(unpins[r]);
   unpin(unpins[0]);
 }
 
@@ -509,16 +510,33 @@ void Horizon::release_range(const HorizonBatch& batch, size_t range, Unpins* unp
     // The sweep erases a key that it has still to visit or that it is loading.
     if (e.slot == HorizonEntry::kPending || e.slot == HorizonEntry::kLoading) continue;
     if (HorizonEntry::pinned(e.slot)) {
-      unpins->slots.push_back(e.slot);
-      unpins->keys.push_back(e.key);
+      unpins->add(e, e.slot);
+    } else {
+      --absent_;
     }
     partition.erase(walk.index());
   }
 }
 
+void Horizon::Unpins::add(const HorizonEntry& e, uint32_t slot) {
+  slots.push_back(slot);
+  keys.push_back(e.key);
+  batches.push_back(static_cast<uint8_t>(e.seen));
+}
+
+void Horizon::Unpins::add(const Unpins& others) {
+  slots.insert(slots.end(), others.slots.begin(), others.slots.end());
+  keys.insert(keys.end(), others.keys.begin(), others.keys.end());
+  batches.insert(batches.end(), others.batches.begin(), others.batches.end());
+}
+
 void Horizon::unpin(const Unpins& unpins) {
   pinned_ -= unpins.slots.size();
-  tier_.unpin(unpins.slots.data(), unpins.slots.size(), false, unpins.keys.data());
+  unpin_rows(unpins);
+}
+
+void Horizon::unpin_rows(const Unpins& unpins) {
+  tier_.unpin(unpins.slots.data(), unpins.slots.size(), false, unpins.keys.data(), unpins.batches.data());
 }
 
 void Horizon::drop() {
@@ -536,11 +554,11 @@ void Horizon::drop() {
     std::lock_guard partition_lock(partitions_[p].mutex);
     partitions_[p].for_each([&](uint32_t index, HorizonEntry& e) {
       if (!HorizonEntry::pinned(e.slot) || std::binary_search(kept.begin(), kept.end(), p << 24 | index)) return;
-      unpins.slots.push_back(e.slot);
-      unpins.keys.push_back(e.key);
+      unpins.add(e, e.slot);
       e.store_slot(HorizonEntry::kAbsent);
     });
   }
+  absent_ += unpins.slots.size();
   unpin(unpins);
 }
 

@@ -132,6 +132,7 @@ class Horizon {
 
   uint32_t partitions() const { return count_; }
   size_t unique() const;
+  size_t absent() const { return absent_; }        // of unique(): visited keys whose rows the tier need not hold
   size_t pinned() const { return pinned_; }        // rows
   size_t late() const { return late_; }            // rows that were not loaded when their batch was taken
   uint64_t position() const { return position_; }  // partitions loaded by the sweep so far
@@ -145,6 +146,9 @@ class Horizon {
   struct Unpins {
     std::vector<uint32_t> slots;
     std::vector<uint64_t> keys;
+    std::vector<uint8_t> batches;  // that used the row: the tier keeps rows with many
+    void add(const HorizonEntry& e, uint32_t slot);
+    void add(const Unpins& others);
   };
 
   void scatter(const uint64_t* ids, size_t n, Scratch& s);
@@ -158,6 +162,7 @@ class Horizon {
   void release(HorizonBatch& batch);
   void release_range(const HorizonBatch& batch, size_t range, Unpins* unpins);
   void unpin(const Unpins& unpins);
+  void unpin_rows(const Unpins& unpins);  // of rows that pinned_ does not count
 
   DramTier& tier_;
   const DramTier::Purpose purpose_;
@@ -174,7 +179,7 @@ class Horizon {
   std::vector<uint64_t> begins_;       // of the parts in progress
 
   std::atomic<bool> dropped_{false};
-  std::atomic<size_t> pinned_{0}, late_{0}, batch_bytes_{0};
+  std::atomic<size_t> pinned_{0}, absent_{0}, late_{0}, batch_bytes_{0};
   std::mutex taken_mutex_;  // held by take() and drop(); protects taken_
   std::set<const HorizonBatch*> taken_;
 };

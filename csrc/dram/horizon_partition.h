@@ -22,7 +22,14 @@ struct HorizonEntry {
   // Slot of the pinned row, or one of the values below; read without the mutex by Horizon::take(). For an erased key:
   // the next one in the list of free indices.
   uint32_t slot;
-  uint32_t uses;  // batches, added and not released, that have the key
+  uint32_t uses : 24;  // batches, added and not released, that have the key
+  uint32_t seen : 8;   // batches, added since the key is in the window, that have it; at most kMostSeen
+
+  static constexpr uint32_t kMostSeen = 255;
+  void use() {
+    ++uses;
+    if (seen < kMostSeen) ++seen;
+  }
 
   static constexpr uint32_t kPending = ~uint32_t{0};  // in HorizonPartition::pending
   static constexpr uint32_t kLoading = ~uint32_t{0} - 1;
@@ -76,7 +83,7 @@ class HorizonPartition {
     const uint32_t index = new_index();
     filled_ += tomb == table_.size();
     table_[tomb == table_.size() ? at : tomb] = tag << 24 | index;
-    entry(index) = {key, HorizonEntry::kPending, 0};
+    entry(index) = {key, HorizonEntry::kPending, 0, 0};
     if (pending.size() == pending.capacity()) pending.reserve(pending.size() + pending.size() / 8 + 16);
     pending.push_back(index);
     return index;

@@ -202,6 +202,8 @@ TEST(Horizon, SkippedRowsAreLeftToTheirBatch) {
     horizon.load_part(*part, skip.data());
     CHECK(batch->loaded());
     CHECK_EQ(horizon.pinned(), 60u);
+    CHECK_EQ(horizon.unique(), 100u);
+    CHECK_EQ(horizon.absent(), 40u);
     CHECK_EQ(tier.stats().resident, 60u);
     {
       Pins pins(tier, {batch.get()});
@@ -211,7 +213,49 @@ TEST(Horizon, SkippedRowsAreLeftToTheirBatch) {
       tier.unpin(pins.slots().data(), 100, false);
     }
     CHECK_EQ(tier.stats().pinned, 0u);
+    CHECK_EQ(horizon.absent(), 0u);
   }
+  tier.check(true);
+}
+
+// Rows that several batches of the window used outlive rows of one batch that were released later.
+TEST(Horizon, RowsOfManyBatchesAreEvictedLast) {
+  MapStore store(kLayout.bytes());
+  DramTier tier(options(1 << 16, Policy::kLruLfu, 1, 1), &store);
+  const uint64_t hot = tier.capacity() / 8, once = tier.capacity() / 4;
+  Horizon horizon(tier);
+  std::vector<BatchPtr> batches;
+  for (int b = 0; b < 3; ++b) batches.push_back(add(horizon, range(0, hot)));
+  load_all(horizon, 1000);
+  batches.clear();
+  for (uint64_t k = 0; k < 10; ++k) {  // more than the tier holds
+    const BatchPtr batch = add(horizon, range(hot + k * once, hot + (k + 1) * once));
+    load_all(horizon, 1000);
+  }
+  CHECK(tier.stats().evictions > tier.capacity());
+  const auto before = tier.stats().hits;
+  const auto slots = pull(tier, range(0, hot));
+  CHECK_EQ(tier.stats().hits - before, hot);
+  tier.unpin(slots.data(), slots.size(), false);
+  tier.check(true);
+}
+
+// The list of recent rows has at most half of the rows that may be evicted, also if most rows are pinned.
+TEST(DramTier, PinnedRowsDoNotTurnThePolicyIntoLru) {
+  MapStore store(kLayout.bytes());
+  DramTier tier(options(1 << 16, Policy::kLruLfu, 1, 1), &store);
+  const uint64_t cap = tier.capacity(), hot = cap / 16;
+  const auto held = pull(tier, range(0, cap * 3 / 4));
+  const auto visit = [&](uint64_t begin, uint64_t end) {
+    const auto slots = pull(tier, range(begin, end));
+    tier.unpin(slots.data(), slots.size(), false);
+  };
+  for (int i = 0; i < 3; ++i) visit(cap, cap + hot);
+  for (uint64_t k = 2 * cap; k < 4 * cap; k += hot) visit(k, k + hot);
+  const auto before = tier.stats().hits;
+  visit(cap, cap + hot);
+  CHECK_EQ(tier.stats().hits - before, hot);
+  tier.unpin(held.data(), held.size(), false);
   tier.check(true);
 }
 

@@ -260,16 +260,17 @@ void DramTier::roll_back(Scratch& s, const uint32_t* slots, size_t n) {
 
 // ---- unpin
 
-void DramTier::unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t* keys) {
+void DramTier::unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t* keys, const uint8_t* batches) {
   ScratchPool::Lease s(small_scratch_);
   const size_t part = cached_keys(*s);
   for (size_t b = 0; b < n; b += part) {
-    release(*s, slots + b, keys ? keys + b : nullptr, std::min(part, n - b), dirty);
+    release(*s, slots + b, keys ? keys + b : nullptr, std::min(part, n - b), dirty, batches ? batches + b : nullptr);
   }
   continue_reserve();
 }
 
-void DramTier::release(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, bool dirty) {
+void DramTier::release(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, bool dirty,
+                       const uint8_t* batches) {
   std::atomic<bool> misuse{false};
   for_slot_groups(s, slots, keys, n, [&](Shard& shard, const Probe* probes, size_t m) {
     for (size_t j = 0; j < m; ++j) {
@@ -280,7 +281,7 @@ void DramTier::release(Scratch& s, const uint32_t* slots, const uint64_t* keys, 
         continue;
       }
       if (dirty) set_dirty(slot);
-      if (shard.unpin(slot)) {
+      if (shard.unpin(slot, batches ? batches[i] : 0)) {
         meta()[slot].store_state(SlotState::kFree);
         push_free(&slot, 1);
       }

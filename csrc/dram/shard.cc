@@ -137,12 +137,19 @@ void Shard::pin(uint32_t slot) {
   if (policy_ != Policy::kNever) visit(slot);
 }
 
-bool Shard::unpin(uint32_t slot) {
+bool Shard::unpin(uint32_t slot, uint32_t batches) {
   SlotMeta& m = meta_[slot];
+  if (batches > 1 && policy_ != Policy::kNever) visit(slot, batches - 1);  // its pin was the first visit
   if (--m.pins != 0) return false;
   --pinned_;
   const SlotState state = m.load_state();
-  if (is_loaded(state)) link(slot);
+  if (is_loaded(state)) {
+    if (batches > 0 && policy_ == Policy::kLruLfu) {
+      link_by_visits(slot);
+    } else {
+      link(slot);
+    }
+  }
   return state == SlotState::kFailed;  // the evicting thread frees a kEvicting slot
 }
 
@@ -184,7 +191,7 @@ uint32_t Shard::next_victim() {
   if (linked_ == 0) return kNoSlot;
   if (policy_ == Policy::kLruLfu) {
     // Rows move from the LRU to the LFU lists lazily: the order is only observable at an eviction.
-    while (lru_size_ > lru_rows_) {
+    while (lru_size_ > std::min(lru_rows_, std::max(linked_ / 2, 1u))) {
       const uint32_t slot = meta_[sentinel(0)].prev;
       unlink(slot);
       link_by_visits(slot);
@@ -209,11 +216,11 @@ uint8_t Shard::visits(const SlotMeta& m) const {
   return static_cast<uint8_t>(m.visits >> ages);
 }
 
-void Shard::visit(uint32_t slot) {
+void Shard::visit(uint32_t slot, uint32_t times) {
   SlotMeta& m = meta_[slot];
-  m.visits = static_cast<uint8_t>(std::min<uint32_t>(visits(m) + 1u, kVisitLists - 1));
+  m.visits = static_cast<uint8_t>(std::min<uint32_t>(visits(m) + times, kVisitLists - 1));
   m.age = age_;
-  if (++visits_now_ >= visits_per_age_) start_age();
+  if ((visits_now_ += times) >= visits_per_age_) start_age();
 }
 
 void Shard::start_age() {

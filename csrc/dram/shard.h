@@ -115,8 +115,10 @@ class alignas(64) Shard {
   void erase(uint32_t tag, uint32_t slot);
 
   void pin(uint32_t slot);
-  // Returns true if the caller must free the slot: its load failed and this was the last pin.
-  bool unpin(uint32_t slot);
+  // Returns true if the caller must free the slot: its load failed and this was the last pin. `batches`: of a
+  // look-ahead, that used the row while it was pinned. They count as visits, and the row does not enter the LRU, which
+  // protects rows that may be needed soon: the look-ahead knows that it is not.
+  bool unpin(uint32_t slot, uint32_t batches = 0);
   // Returns the next slot to evict, or kNoSlot; unlink() must follow, or no other call in between.
   uint32_t next_victim();
   void unlink(uint32_t slot);
@@ -159,7 +161,7 @@ class alignas(64) Shard {
   uint32_t sentinel(uint32_t list) const { return sentinels_ + list; }
   bool empty(uint32_t list) const { return meta_[sentinel(list)].next == sentinel(list); }
   void push_newest(uint32_t list, uint32_t slot);
-  void visit(uint32_t slot);
+  void visit(uint32_t slot, uint32_t times = 1);
   void start_age();
   uint8_t visits(const SlotMeta& m) const;
   void link_by_visits(uint32_t slot);
@@ -171,7 +173,8 @@ class alignas(64) Shard {
   uint64_t* index_ = nullptr;    // tag << 32 | slot + 1; 0: empty. Linear probing, deletion by backward shift
   uint32_t sentinels_ = 0;
   uint32_t most_buckets_ = 0;
-  uint32_t lru_rows_ = 0;  // policy kLruLfu: rows of the LRU list beyond this number move to the LFU lists
+  // Policy kLruLfu: rows of the LRU list beyond this number, or half of the rows in lists, move to the LFU lists.
+  uint32_t lru_rows_ = 0;
   uint32_t visits_per_age_ = 0;
   Policy policy_ = Policy::kLruLfu;
   // Protected by mutex, except that prefetch() reads buckets_.

@@ -91,8 +91,9 @@ class DramTier {
   enum class Purpose : uint8_t { kBatch, kAheadOfPull, kAheadOfRead };
   void pull(const uint64_t* keys, size_t n, uint32_t* slots, Purpose purpose = Purpose::kBatch);
   // Releases one pin per slot. `dirty`: the rows were changed. `keys` (the keys the slots were pulled for) may be null;
-  // passing them is faster. Never blocks on the store.
-  void unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t* keys = nullptr);
+  // passing them is faster. `batches`: of a look-ahead, see Shard::unpin(). Never blocks on the store.
+  void unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t* keys = nullptr,
+             const uint8_t* batches = nullptr);
   // Marks pinned rows as changed, so that a flush() before their unpin() writes them.
   void mark_dirty(const uint32_t* slots, size_t n);
 
@@ -209,7 +210,8 @@ class DramTier {
   // Returns false, and leaves no pin, if another thread failed to load one of the rows: this thread then loads it, so
   // that it raises the store's error itself.
   bool try_acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given, Purpose purpose);
-  void release(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, bool dirty);
+  void release(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, bool dirty,
+               const uint8_t* batches = nullptr);
   void roll_back(Scratch& s, const uint32_t* slots, size_t n);
   void require_capacity(size_t needed, size_t missing);
   [[noreturn]] void throw_over_budget(size_t needed, size_t missing, size_t available) const;

@@ -7,6 +7,7 @@ import gc
 import itertools
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -285,6 +286,23 @@ def test_a_batch_ahead_that_is_freed_without_release_unpins_its_rows(tmp_path: P
     assert table.dram.pinned == 100  # at once, and only those of no other batch
     kept.release()
     assert table.dram.pinned == 0
+    table.dram.check()
+
+
+def test_rows_of_the_tier_above_need_no_room_in_dram(tmp_path: Path) -> None:
+    table = make_table(tmp_path / "a", rows=1500)
+    above: Any = types.SimpleNamespace(
+        resident=lambda keys: np.ones(len(keys), np.uint8), stats=lambda: types.SimpleNamespace(from_ssd=0)
+    )
+    for tier, full in ((above, False), (None, True)):
+        horizon = DramHorizon(table, training=True, above=tier)
+        batch = horizon.add_keys(np.arange(table.dram.capacity * 15 // 16, dtype=np.uint64))
+        assert horizon.full
+        while batch.to_visit:
+            assert horizon.load()
+        assert horizon.full == full
+        horizon.drop()
+        batch.release()
     table.dram.check()
 
 

@@ -162,7 +162,8 @@ class DramHorizon:
 
     @property
     def full(self) -> bool:
-        return self._core.unique >= self._dram.capacity * _ROWS_SHARE
+        # Rows that the tier above has need no room here.
+        return self._core.unique - self._core.absent >= self._dram.capacity * _ROWS_SHARE
 
     @property
     def dropped(self) -> bool:
