@@ -42,7 +42,8 @@ class _Chunk:
         """Parts that were read, and not taken yet."""
         self._changed = threading.Condition()  # of _rows, or the end of the scan
         self._ended = self._stop = False
-        self._thread = threading.Thread(target=self._run, name="tc-expiry-scan", daemon=True)
+        # No daemon: the end of the process waits for a scan, which is short, instead of cutting it off.
+        self._thread = threading.Thread(target=self._run, name="thermocline-expiry-scan")
         self._thread.start()
 
     @property
