@@ -58,6 +58,7 @@ class SsdStore::Impl {
   };
   RangeView view(KeyRange range);
   StorePosition position();
+  void keep_log(const StorePosition& since, bool replace);
   std::vector<std::shared_ptr<const ssd::Extent>> extents_since(const StorePosition& since, std::string* cause);
   uint64_t count();
   StoreStats stats() const;
