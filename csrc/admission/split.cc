@@ -118,7 +118,7 @@ WorkingSet split_working_set(const WorkingSetView& all, const uint8_t* refused) 
   return out;
 }
 
-void add_rows(const int64_t* places, size_t n, size_t dim, const float* rows, float* out) {
+void add_at_places(const int64_t* places, size_t n, size_t dim, const float* rows, float* out) {
   constexpr size_t kAhead = 8;  // rows that are requested before they are used
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n) __builtin_prefetch(out + static_cast<size_t>(places[i + kAhead]) * dim, 1);

@@ -29,6 +29,6 @@ SplitBags split_bags(const uint64_t* ids, const Bags& bags, const uint8_t* refus
 WorkingSet split_working_set(const WorkingSetView& all, const uint8_t* refused);
 
 // Adds rows[i], of `dim` floats, to out[places[i]]. No place may repeat.
-void add_rows(const int64_t* places, size_t n, size_t dim, const float* rows, float* out);
+void add_at_places(const int64_t* places, size_t n, size_t dim, const float* rows, float* out);
 
 }  // namespace thermocline

@@ -108,7 +108,7 @@ TEST(AdmissionSplit, AddsRowsAtTheirPlaces) {
   const std::vector<int64_t> places{0, 3, 4};
   const std::vector<float> rows{1, 2, 3, 4, 5, 6};
   std::vector<float> out{10, 20, 30, 40, 50, 60, 70, 80, 90, 100};
-  add_rows(places.data(), 3, 2, rows.data(), out.data());
+  add_at_places(places.data(), 3, 2, rows.data(), out.data());
   CHECK((out == std::vector<float>{11, 22, 30, 40, 50, 60, 73, 84, 95, 106}));
 }
 

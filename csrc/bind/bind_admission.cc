@@ -127,7 +127,7 @@ void add(Array<int64_t> places, FloatsArg rows, FloatsOutArg out) {
     bool valid = true;
     for (size_t i = 0; i < n; ++i) valid &= static_cast<uint64_t>(p[i]) < out.shape(0);
     require(valid, "places: a row does not exist");
-    add_rows(p, n, out.shape(1), rows.data(), out.data());
+    add_at_places(p, n, out.shape(1), rows.data(), out.data());
   });
 }
 
@@ -212,7 +212,7 @@ void bind_admission(nb::module_& m) {
       .def_prop_ro("planned", &AdmissionFilter::planned)
       .def_prop_ro("stats", &AdmissionFilter::stats);
   m.def("split_bags", &split, "ids"_a, "offsets"_a.none(), "weights"_a.none(), "refused"_a);
-  m.def("add_rows", &add, "places"_a, "rows"_a, "out"_a);
+  m.def("add_at_places", &add, "places"_a, "rows"_a, "out"_a);
   m.def("split_working_set", &split_set, "keys"_a, "inverse"_a, "starts"_a, "order"_a, "refused"_a);
 }
 

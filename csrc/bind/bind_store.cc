@@ -204,9 +204,18 @@ PositionTuple position(SsdStore& self) {
   return {p.store_id[0], p.store_id[1], p.seq, p.nonce, p.first_page};
 }
 
+StorePosition position_of(const PositionTuple& given) {
+  StorePosition p;
+  std::tie(p.store_id[0], p.store_id[1], p.seq, p.nonce, p.first_page) = given;
+  return p;
+}
+
+void keep_log(SsdStore& self, const PositionTuple& since, bool replace) {
+  unlocked([&] { self.keep_log(position_of(since), replace); });
+}
+
 std::variant<BoundChanges, std::string> changes_since(SsdStore& self, const PositionTuple& since) {
-  StorePosition from;
-  std::tie(from.store_id[0], from.store_id[1], from.seq, from.nonce, from.first_page) = since;
+  const StorePosition from = position_of(since);
   std::string cause;
   auto changes = unlocked([&] { return self.changes_since(from, &cause); });
   if (!changes) return cause;
@@ -265,6 +274,7 @@ void bind_store(nb::module_& m) {
       .def("release", [](SsdStore& self, uint64_t epoch) { unlocked([&] { self.release(epoch); }); })
       .def("scan", &scan, "lo"_a, "hi"_a, "follow"_a, nb::keep_alive<0, 1>())
       .def("position", &position)
+      .def("keep_log", &keep_log, "since"_a, "replace"_a)
       .def("changes_since", &changes_since, "since"_a)
       .def("count", [](SsdStore& self) { return unlocked([&] { return self.count(); }); })
       .def("stats", &stats)

@@ -75,6 +75,7 @@ class SsdStore::Impl {
   std::optional<size_t> changed(const Followed& followed, KeyRange part, size_t max, uint64_t* keys, uint8_t* rows,
                                 uint8_t* deleted);
   StorePosition position();
+  void keep_log(const StorePosition& since, bool replace);
   std::vector<std::shared_ptr<const ssd::Extent>> extents_since(const StorePosition& since, std::string* cause);
   uint64_t count();
   StoreStats stats() const;

@@ -10,6 +10,7 @@ namespace thermocline::ssd {
 void Index::clear() {
   partitions_.clear();
   extents_.clear();
+  forget_log();
   segment_starts_.clear();
   last_seq_ = pending_ = base_rows_ = 0;
   keeps_filters_ = true;
@@ -319,9 +320,36 @@ void Index::drop_merged_extents() {
     extents_.pop_front();
     // The segment stays while it has a later extent.
     if (extents_.empty() || extents_.front()->segment != dropped->segment) segment_starts_.pop_front();
+    if (kept_from_ != 0 && dropped->seq >= kept_from_) {
+      kept_bytes_ += dropped->bytes(g_);
+      kept_.push_back(std::move(dropped));
+    }
   }
+  if (kept_bytes_ > kept_limit_ && kept_bytes_ > base_bytes()) forget_log();
   for (auto& p : partitions_)
     if (p->pending == 0) p->merged_seq = last_seq_;
+}
+
+void Index::keep_log(uint64_t seq, uint64_t limit) {
+  kept_from_ = seq;
+  kept_limit_ = limit;
+  while (!kept_.empty() && kept_.front()->seq < seq) {
+    kept_bytes_ -= kept_.front()->bytes(g_);
+    kept_.pop_front();
+  }
+}
+
+void Index::forget_log() {
+  kept_.clear();
+  kept_from_ = kept_bytes_ = 0;
+}
+
+std::vector<std::shared_ptr<const Extent>> Index::extents_from(uint64_t seq) const {
+  std::vector<std::shared_ptr<const Extent>> found;
+  for (const auto* extents : {&kept_, &extents_})
+    for (auto& e : *extents)
+      if (e->seq >= seq) found.push_back(e);
+  return found;
 }
 
 uint64_t Index::base_bytes() const {
@@ -352,7 +380,8 @@ uint64_t Index::memory() const {
     for (auto& t : p->tables)
       if (t.use_count() == 1 || shared.insert(t.get()).second) sum += t->memory();
   }
-  for (auto& e : extents_) sum += sizeof(Extent) + 32 + e->fences.capacity() * 8;
+  for (const auto* extents : {&kept_, &extents_})
+    for (auto& e : *extents) sum += sizeof(Extent) + 32 + e->fences.capacity() * 8;
   return sum;
 }
 

@@ -127,6 +127,13 @@ class Index {
   void throw_damage() const;   // throws it; returns if there is none
   const std::deque<std::shared_ptr<Extent>>& live_extents() const { return extents_; }
 
+  // Keeps the extents from `seq` on, above 0, also after they are merged, for changes since then; replaces an earlier
+  // call. They are given up when they exceed `limit` bytes and the base files: to compare all rows reads less then.
+  void keep_log(uint64_t seq, uint64_t limit);
+  bool keeps_log() const { return kept_from_ != 0; }
+  // Extents from `seq` on, those that are kept first. Some may be missing.
+  std::vector<std::shared_ptr<const Extent>> extents_from(uint64_t seq) const;
+
  private:
   void insert(Partition& p, uint64_t hash, uint32_t vpage, size_t expected);
   // Adds the rows of an extent to the tables of their partitions; returns the number of those that are not merged.
@@ -136,11 +143,15 @@ class Index {
   void describe(size_t i, Merge* merge) const;
   void freeze(Merge* merge);
   void drop_merged_extents();
+  void forget_log();
 
   const Geometry g_;
   const double log_ratio_;
   std::vector<std::shared_ptr<Partition>> partitions_;
   std::deque<std::shared_ptr<Extent>> extents_;         // by seq
+  std::deque<std::shared_ptr<Extent>> kept_;            // by seq, merged: see keep_log()
+  uint64_t kept_from_ = 0;                              // 0: none are kept
+  uint64_t kept_bytes_ = 0, kept_limit_ = 0;            // of kept_
   std::deque<std::shared_ptr<Extent>> segment_starts_;  // first live extent of each segment, oldest first
   uint64_t last_seq_ = 0;
   uint64_t pending_ = 0, base_rows_ = 0;

@@ -135,6 +135,11 @@ class SsdStore : public RowStore {
   // an earlier epoch; `cause` then says which.
   std::unique_ptr<Changes> changes_since(const StorePosition& since, std::string* cause);
 
+  // Keeps the log after `since` on disk also when it is merged, until the store is closed or the next call, so that
+  // changes_since(since) finds it. Unless `replace`, does nothing if a log is kept already. A kept log
+  // larger than the base files, and than 4 * min_log_bytes, is given up.
+  void keep_log(const StorePosition& since, bool replace);
+
   uint64_t count();  // live rows, exact; reads all partitions that have rows in the log
   StoreStats stats() const;
   std::string damage() const;  // StoreStats::damage; fast if there is none

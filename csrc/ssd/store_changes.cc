@@ -16,10 +16,9 @@ StorePosition SsdStore::Impl::position() {
   StorePosition p;
   std::copy(std::begin(ctx.id.store_id), std::end(ctx.id.store_id), p.store_id);
   p.seq = index_.last_seq();
-  const auto& extents = index_.live_extents();
-  if (!extents.empty() && extents.back()->seq == p.seq) {
-    p.nonce = extents.back()->segment->nonce;
-    p.first_page = extents.back()->first_page;
+  if (const auto newest = index_.extents_from(p.seq); p.seq != 0 && !newest.empty()) {
+    p.nonce = newest.back()->segment->nonce;
+    p.first_page = newest.back()->first_page;
   }
   return p;
 }
@@ -40,20 +39,29 @@ std::vector<std::shared_ptr<const Extent>> SsdStore::Impl::extents_since(const S
     *cause = "the log of " + ctx.path + " was empty at that version";
     return {};
   }
-  const auto& live = index_.live_extents();
-  auto at = std::lower_bound(live.begin(), live.end(), since.seq, [](auto& e, uint64_t seq) { return e->seq < seq; });
+  auto found = index_.extents_from(since.seq);
   if (since.seq > index_.last_seq() ||
-      (at != live.end() && (*at)->seq == since.seq &&
-       ((*at)->segment->nonce != since.nonce || (*at)->first_page != since.first_page))) {
+      (!found.empty() && found.front()->seq == since.seq &&
+       (found.front()->segment->nonce != since.nonce || found.front()->first_page != since.first_page))) {
     *cause = ctx.path + " was restored from an earlier commit";
     return {};
   }
   const uint64_t needed = index_.last_seq() - since.seq + 1;
-  if (static_cast<uint64_t>(live.end() - at) != needed) {
+  if (found.size() != needed) {
     *cause = "the log of " + ctx.path + " was merged, or rows were loaded without it";
     return {};
   }
-  return {at, live.end()};
+  return found;
+}
+
+void SsdStore::Impl::keep_log(const StorePosition& since, bool replace) {
+  auto life = alive();
+  {
+    std::unique_lock lock(index_mutex_);
+    if (since.first_page == 0 || (!replace && index_.keeps_log())) return;
+    index_.keep_log(since.seq, 4 * options_.min_log_bytes);
+  }
+  catalog_.collect();
 }
 
 namespace {
@@ -89,6 +97,8 @@ class LogChanges : public SsdStore::Changes {
 }  // namespace
 
 StorePosition SsdStore::position() { return impl_->position(); }
+
+void SsdStore::keep_log(const StorePosition& since, bool replace) { impl_->keep_log(since, replace); }
 
 std::unique_ptr<SsdStore::Changes> SsdStore::changes_since(const StorePosition& since, std::string* cause) {
   auto extents = impl_->extents_since(since, cause);

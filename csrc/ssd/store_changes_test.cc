@@ -97,6 +97,53 @@ TEST(StoreChanges, ReplayFromAnyPositionGivesTheRows) {
   CHECK(gone > 500);
 }
 
+TEST(StoreChanges, AKeptLogOutlivesMerges) {
+  std::mt19937_64 rng(5);
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  auto store = SsdStore::open(fs, "/s/a", small_options());
+  Oracle oracle;
+  const auto put = [&](size_t n) {
+    std::vector<uint64_t> keys;
+    for (size_t i = 0; i < n; ++i) keys.push_back(rng() % kKeys);
+    std::vector<uint8_t> rows(keys.size() * kRow);
+    for (auto& byte : rows) byte = static_cast<uint8_t>(rng());
+    store->put(keys.data(), keys.size(), {rows.data(), kRow});
+    for (size_t i = 0; i < keys.size(); ++i) std::memcpy(oracle[keys[i]].data(), &rows[i * kRow], kRow);
+  };
+  put(5000);
+  const Saved first{store->position(), oracle};
+  store->merge_all();
+  put(100);
+  CHECK(!replays(*store, first, oracle));  // not kept
+  Saved last{store->position(), oracle};
+  store->keep_log(last.position, false);
+  for (int step = 0; step < 20; ++step) {
+    put(300);
+    store->merge_all();
+    CHECK(replays(*store, last, oracle));
+    if (step % 4 != 3) continue;
+    put(10);
+    const Saved next{store->position(), oracle};
+    store->keep_log(next.position, false);  // `last` is kept
+    put(10);
+    CHECK(replays(*store, last, oracle));
+    store->keep_log(next.position, true);
+    store->merge_all();
+    CHECK(replays(*store, next, oracle));
+    CHECK(!replays(*store, last, oracle));
+    last = next;
+  }
+  store->check();
+  const uint64_t disk = store->stats().disk_bytes, base = store->stats().base_bytes;
+  for (int step = 0; step < 1000 && replays(*store, last, oracle); ++step) {
+    put(3000);
+    store->merge_all();
+    CHECK(store->stats().disk_bytes <= disk + 8 * base + (8u << 20));
+  }
+  CHECK(!replays(*store, last, oracle));  // given up
+}
+
 TEST(StoreChanges, OneMoreCommitCostsItsRowsOnly) {
   auto fs = std::make_shared<MemFs>();
   fs->make_dir("/s");

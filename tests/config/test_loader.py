@@ -71,7 +71,7 @@ WRONG = [
     ('[model]\nname = "dcn2"', 'model.name is "dcn2": it must be one of lr, fm, dnn'),
     (
         '[train]\noptimizer = "adamw"',
-        'train.optimizer is "adamw": it must be one of sgd, adagrad, rowwise_adagrad, adam',
+        'train.optimizer is "adamw": it must be one of sgd, adagrad, rowwise_adagrad, adam, partial_rowwise_adam',
     ),
     ('[tiers]\npolicy = "fifo"', 'tiers.policy is "fifo": it must be one of lru_lfu, lru, lfu'),
     ('[tiers]\nmem = "64 potatoes"', 'tiers.mem is "64 potatoes": it must be a size: a number of bytes'),
@@ -256,6 +256,11 @@ def test_resolve_fills_in_dependent_defaults() -> None:
     text = config.to_toml()
     for line in ('dense_optimizer = "adagrad"', "dense_lr = 0.5", "cross_layers = 4"):
         assert line in text
+
+
+def test_dense_parameters_have_the_whole_adam_of_partial_rowwise_adam() -> None:
+    config = Config.parse('[train]\noptimizer = "partial_rowwise_adam"')
+    assert config.resolve().train.dense_optimizer == "adam"
 
 
 # ---- plain dataclasses, with types that the sections do not have

@@ -63,6 +63,22 @@ def test_base_and_delta_have_the_rows_of_the_table(tmp_path: Path, ssd: bool) ->
         expect_rows(path, table)
 
 
+def test_a_delta_reads_the_log_that_was_merged_since_the_version(tmp_path: Path) -> None:
+    path = tmp_path / "published"
+    with contextlib.closing(tc.Table(4, tc.SGD(lr=0.1), mem="8MB", name="t", ssd=tmp_path / "store")) as table:
+        train(table, 0)
+        publish_table(table, path, step=1)
+        for step in range(2, 5):
+            train(table, step)
+            table.backend.flush()
+            assert table.store is not None
+            table.store.merge()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # all rows would be compared
+                publish_table(table, path, step=step, delta=True)
+            expect_rows(path, table)
+
+
 def test_keys_that_are_gone_are_deleted(tmp_path: Path) -> None:
     path = tmp_path / "published"
     options = {"mem": "8MB", "name": "t"}

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.run import EXAMPLES, Ads, World, differing
+from helpers.stream import CONFIG, write_file
 from rich.console import Console
 
 import thermocline as tc
 from thermocline.config.lr_schedule import Schedule
 from thermocline.training.callbacks import Callback
 from thermocline.training.display import Display
+from thermocline.training.run import Run
 from thermocline.training.trainer import TrainConfig, Trainer, tables_of
 
 TRAIN, VALID, TEST = Ads(7), Ads(4, seed=1), Ads(4, seed=2)
@@ -591,3 +593,13 @@ def test_torch_threads_are_restored_on_resume(tmp_path: Path) -> None:
     assert torch.get_num_threads() == 2
     world.close()
     torch.set_num_threads(1)
+
+
+def test_a_config_trains_rows_with_partial_rowwise_adam(tmp_path: Path) -> None:
+    write_file(tmp_path / "in" / "0.csv", ((i % 2, i, i % 7, i % 5) for i in range(64)))
+    overrides = ["train.optimizer=partial_rowwise_adam"]
+    with Run(tc.Config.parse(CONFIG.format(folder=tmp_path), overrides)) as run:
+        run.fit()
+        assert isinstance(run.table.spec.optimizer, tc.PartialRowWiseAdam)
+        assert [type(optimizer) for optimizer in run.optimizers] == [torch.optim.Adam]
+        assert any(rows[:, run.table.dim :].any() for _, rows in run.table.rows())  # moments

@@ -127,7 +127,7 @@ def serve(
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM; with --tls-key.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None,
-    poll: Annotated[float, typer.Option(help="Seconds between looks for a new version.")] = 1.0,
+    poll: Annotated[float, typer.Option(help="Seconds between looks for a new version.")] = 0.2,
     consumer: Annotated[str | None, typer.Option(help="Name under which the version in use is recorded.")] = None,
     direct: Annotated[
         bool, typer.Option("--direct", help="Read rows past the page cache: for publications larger than memory.")

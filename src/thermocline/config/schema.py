@@ -36,7 +36,7 @@ def _each_once(names: tuple[str, ...]) -> bool:
     return len(set(names)) == len(names)
 
 
-OptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+OptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam"]
 
 
 @section("tiers")
@@ -98,7 +98,8 @@ class Train(TrainConfig):
     catch_up_steps: Annotated[int, Ge(1), Le(MOST_STEPS)] = 1000
     """Most missed steps that a row replays, the last ones. Has no effect without lazy = "catch_up"."""
     dense_optimizer: Maybe[OptimizerName] = None
-    """Optimizer of dense parameters, from torch (Adagrad for rowwise_adagrad). By default as for rows."""
+    """Optimizer of dense parameters, from torch (Adagrad for rowwise_adagrad, Adam for partial_rowwise_adam). By
+    default as for rows."""
     dense_lr: Maybe[NonNegative] = None
     """Learning rate of dense parameters. By default as for rows."""
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 0
@@ -161,7 +162,8 @@ class Config:
     def resolve(self) -> Self:
         """Return a copy with every default filled in that depends on other settings."""
         train = self.train
-        dense = train.dense_optimizer or ("adagrad" if train.optimizer == "rowwise_adagrad" else train.optimizer)
+        whole: dict[OptimizerName, OptimizerName] = {"rowwise_adagrad": "adagrad", "partial_rowwise_adam": "adam"}
+        dense = train.dense_optimizer or whole.get(train.optimizer, train.optimizer)
         rate = train.lr if train.dense_lr is None else train.dense_lr
         train = dataclasses.replace(train, dense_optimizer=dense, dense_lr=rate)
         return dataclasses.replace(self, model=self.model.resolve(), train=train)

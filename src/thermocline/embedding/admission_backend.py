@@ -329,7 +329,7 @@ class AdmissionBackend:
         if bag.others is not None:
             others = self.inner.pool(plan.initial, bag.others)
             if pooled.device.type == "cpu":
-                core.add_rows(bag.split.places, others.numpy(), pooled.numpy())
+                core.add_at_places(bag.split.places, others.numpy(), pooled.numpy())
             else:
                 pooled[bag.on(pooled.device, "places")] += others
         return pooled if bag.split.sizes is None else pooled / bag.on(pooled.device, "sizes")[:, None]

@@ -76,7 +76,7 @@ def workload_of(config: Config, *, examples: int = SAMPLE_EXAMPLES) -> Workload:
     dim = row_dim(config.model)
     data = _measure_data(config, examples)
     fields, dense = data.pop("fields"), data.pop("dense")
-    dense_optimizer: Any = str(train.dense_optimizer).removeprefix("rowwise_")
+    dense_optimizer: Any = str(train.dense_optimizer).removeprefix("partial_").removeprefix("rowwise_")
     synced, syncs = sync_volume(config.dist.dense_sync, dense_optimizer)
     return Workload(
         name=config.data.synth.preset or config.model.name,

@@ -62,7 +62,7 @@ class LookupServer:
         port: int = 0,
         token: str | None = None,
         tls: tuple[bytes, bytes] | None = None,
-        poll_seconds: float = 1.0,
+        poll_seconds: float = 0.2,
         metrics_port: int | None = None,
         consumer: str | None = None,
         direct: bool = False,

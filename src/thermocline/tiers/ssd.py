@@ -286,11 +286,19 @@ class SsdStore:
         a text, the cause, if the log does not reach back to `since`.
         """
         try:
-            first, second, seq, nonce, page = (int(part, 16) for part in since.split("-"))
+            found = self._core.changes_since(_position(since))
         except ValueError:
             return f"{since!r} is not a position"
-        found = self._core.changes_since((first, second, seq, nonce, page))
         return found if isinstance(found, str) else _changes(found, batch_rows, self._row_bytes)
+
+    def keep_log(self, since: str, *, replace: bool = True) -> None:
+        """Keep the log after a position also when it is merged, for `changes`, until `close` or the next call.
+
+        It is given up when it exceeds the base files and 4 * min_log_bytes: all rows are compared faster then.
+
+        replace  False: do nothing if a log is kept already
+        """
+        self._core.keep_log(_position(since), replace)
 
     @property
     def path(self) -> str:
@@ -435,6 +443,11 @@ class FollowedScan:
             if count <= room:
                 return keys[:count], rows[:count], deleted[:count]
             room = 2 * count  # writes go on meanwhile
+
+
+def _position(text: str) -> tuple[int, int, int, int, int]:
+    first, second, seq, nonce, page = (int(part, 16) for part in text.split("-"))
+    return first, second, seq, nonce, page
 
 
 def _changes(

@@ -108,10 +108,14 @@ def _publish(given: _Settings, open_source: Callable[[], RowSource]) -> Version:
         }
         if version is None:
             tables = [TableRows(rows=source.rows(served, options.get("shared_key")), **options)]
-            return publication.publish_base(tables, **watermark)
+            made = publication.publish_base(tables, **watermark)
+            source.keep_log()
+            return made
         changes = _changes(source, publication, version, table.name, served, options.get("shared_key"))
         tables = [TableRows(rows=changes, deleted=changes.deleted, **options)]
-        return publication.publish_delta(tables, previous=version.number, **watermark)
+        made = publication.publish_delta(tables, previous=version.number, **watermark)
+        source.keep_log()
+        return made
 
 
 def with_coefficients(served: ServedRows, expiry: Expiry | None) -> ServedRows:

@@ -105,6 +105,7 @@ class RankRows(RowSource):
             self._perform(command)
         if command["error"]:
             raise sent_error(0, _DOING, command["error"])
+        self.keep_log()
         return _version(command["version"])
 
     def _perform(self, command: dict[str, Any]) -> list[Any]:

@@ -40,6 +40,14 @@ class RowSource:
             table.backend.flush(self._stores[0])  # changed rows of HBM and DRAM
         self.positions = tuple(store.position() for store in self._stores)
         """Position of each store; empty: the table has none."""
+        self._kept = [] if isinstance(table, ShardReaderTable) else list(zip(self._stores, self.positions, strict=True))
+        for store, position in self._kept:
+            store.keep_log(position, replace=False)
+
+    def keep_log(self) -> None:
+        """Keep the log of this process's store from here on: these rows are published, and a delta will follow."""
+        for store, position in self._kept:
+            store.keep_log(position)
 
     def rows(self, served: ServedRows, always: int | None = None) -> Iterator[Piece]:
         """Yield keys and weights of the trained rows that are served. `always`: a key that is served in any case."""

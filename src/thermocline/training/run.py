@@ -30,7 +30,7 @@ from thermocline.data.open_data import check_paths, has_split, open_data, requir
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.launch import join_ranks, machine_world, world_size
 from thermocline.embedding.initializers import Normal
-from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
 from thermocline.embedding.row_statistics import RowStatistics
 from thermocline.embedding.table import Table
 from thermocline.errors import ConfigError, DataError, LockError, NotFoundError
@@ -56,6 +56,7 @@ _ROW_OPTIMIZERS: dict[OptimizerName, Any] = {
     "adagrad": Adagrad,
     "rowwise_adagrad": RowWiseAdagrad,
     "adam": Adam,
+    "partial_rowwise_adam": PartialRowWiseAdam,
 }
 
 
@@ -76,7 +77,7 @@ def dense_optimizers(config: Config, model: Any) -> list[torch.optim.Optimizer]:
 
     train = config.resolve().train
     kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
-    kind = kinds[str(train.dense_optimizer).removeprefix("rowwise_")]
+    kind = kinds[str(train.dense_optimizer).removeprefix("partial_").removeprefix("rowwise_")]
     if config.dist.dense_sync.mode == "v_frozen" and kind is torch.optim.Adam:
         from thermocline.distributed.frozen_adam import FrozenAdam
 
