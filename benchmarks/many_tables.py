@@ -11,10 +11,10 @@ Method   Each side is a process of its own, which trains a number of steps when 
 Sides    one table         tc.Table, tc.EmbeddingBag with 26 fields
          tiers             26 tables of tc.Tiers, a tc.EmbeddingBag each, joined by tc.EmbeddingBags
          tiers, cat        the same, joined by torch.cat
-         nn bags           26 tables of tc.Tiers, a tc.nn.EmbeddingBag each, called together by tc.nn.EmbeddingBags with
-                           ids and offsets of each, as in examples/port_dlrm.py; joined outputs; without tc.prefetch
-         nn bags, cat      the same, a tensor per module, joined by torch.cat
-         nn bags alone     the same modules, called one by one, joined by torch.cat
+         nn bags           26 tables of tc.Tiers, a tc.nn.EmbeddingBag each, with ids and offsets of its own as in DLRM;
+                           called together by tc.nn.EmbeddingBags, joined outputs, batches by batch_of
+         nn bags, cat      the same without tc.prefetch, as in examples/port_dlrm.py, joined by torch.cat
+         nn bags alone     the same modules without tc.prefetch, called one by one, joined by torch.cat
          separate          26 tc.Tables, a tc.EmbeddingBag each, as before tc.Tiers
          collection, one   EmbeddingBagCollection of one table with 26 features
          collection        EmbeddingBagCollection of 26 tables
@@ -100,6 +100,7 @@ def _run_side(options: argparse.Namespace) -> None:
     import thermocline.torchrec
 
     _ = thermocline.torchrec, tc.prefetch, tc.EmbeddingBag  # imported before memory is measured
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).zero_grad()  # imports another 140 MB of torch
     torch.set_num_threads(1)
     ids = _batches(options)
     constant = torch.rand(options.batch, options.tables * options.dim, device=options.device)
@@ -191,11 +192,14 @@ def _nn_step(work: _Work) -> Callable[[], None]:
     rows = tc.RowOptimizer(tiers)
     offsets = [torch.arange(options.batch)] * len(bags)
     data = itertools.cycle([list(torch.from_numpy(np.ascontiguousarray(batch.T))) for batch in work.ids])
+    ready: Iterator[Any] = data
+    if options.side == "nn bags":
+        ready = iter(tc.prefetch((bags.batch_of(ids, offsets) for ids in data), tiers))
 
     def step() -> None:
-        ids = next(data)
+        ids = next(ready)
         if options.side == "nn bags":
-            joined = bags.joined(ids, offsets)
+            joined = bags.joined(ids)
         elif options.side == "nn bags, cat":
             joined = torch.cat(bags(ids, offsets), 1)
         else:

@@ -135,7 +135,7 @@ class EmbeddingBag(FieldBag):
                 raise ValueError("offsets are given with an input of two dimensions: each of its rows is a bag")
             starts = np.arange(len(ids) + 1) * ids.shape[1]
         elif ids.ndim == 1 and offsets is not None:
-            starts = offsets.detach().cpu().to(torch.int64).numpy()
+            starts = _on_host(offsets).numpy()
             if not self.include_last_offset:
                 given, starts = starts, np.empty(len(starts) + 1, np.int64)
                 starts[:-1], starts[-1] = given, ids.shape[0]
@@ -303,12 +303,19 @@ def _one_bag(ids: torch.Tensor, names: tuple[str, ...] | None) -> Batch:
     return _batch(ids, np.array([0, len(ids)]), names)
 
 
+def _on_host(numbers: torch.Tensor) -> torch.Tensor:
+    """Return int64 on the host; the tensor itself if it is that."""
+    if numbers.dtype == torch.int64 and numbers.is_cpu:
+        return numbers
+    return numbers.detach().cpu().to(torch.int64)
+
+
 def _as_ids(input: Any, num_embeddings: int | None) -> torch.Tensor:
     """Return int64 ids on the host."""
     if not isinstance(input, torch.Tensor) or input.dtype not in (torch.int32, torch.int64):
         kind = input.dtype if isinstance(input, torch.Tensor) else type(input).__name__
         raise TypeError(f"input is {kind}: it must be a tensor of int32 or int64 ids")
-    ids = input.detach().cpu().to(torch.int64)
+    ids = _on_host(input)
     if num_embeddings is not None and ids.numel():
         low, high = (int(bound) for bound in torch.aminmax(ids))
         if low < 0 or high >= num_embeddings:
