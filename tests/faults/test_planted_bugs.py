@@ -58,7 +58,8 @@ def test_the_time_limit_of_a_bug_follows_the_time_without_it(monkeypatch: pytest
     """On a busy machine tests are slow with and without a bug: that is no detection."""
     planted_bugs("mutants_python")  # makes the module importable
     script = sys.modules["mutants_python"]
-    clock, limits = [0.0], []
+    clock = [0.0]
+    limits: list[float] = []
 
     def slow(package: Path, tests: str, seconds: float) -> str:
         clock[0] += 200
