@@ -2,11 +2,14 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
+#include <shared_mutex>
 
 #include "dram/copy_rows.h"
+#include "dram/kernels.h"
 #include "dram/tier.h"
 
 namespace thermocline {
+Tune g_tune;
 namespace {
 
 constexpr size_t kPrefetchAhead = 16;      // lookups whose memory is prefetched before use
@@ -64,10 +67,40 @@ void DramTier::for_each_lookup(const uint64_t* keys, size_t begin, size_t end, c
   }
 }
 
+// The same for a tier that evicts nothing, without mutexes and in the order of the keys; visit is called under the
+// mutex for keys whose row is not there at first sight. The caller excludes erase().
+template <typename Prefetch, typename Visit>
+void DramTier::for_each_unlocked(const uint64_t* keys, size_t begin, size_t end, const Prefetch& prefetch,
+                                 const Visit& visit) {
+  uint64_t hashes[kTaskKeys];
+  uint32_t likely[kTaskKeys];
+  const size_t n = end - begin, mask = plan_.shards - 1;
+  kernels().mem_hash_keys(keys + begin, n, hashes);
+  const auto shard_of = [&](size_t j) -> Shard& { return shards_[hashes[j] >> 56 & mask]; };
+  const size_t D = g_tune.ahead;
+  for (size_t k = 0; k < n + 2 * D; ++k) {
+    if (k < n) shard_of(k).prefetch(static_cast<uint32_t>(hashes[k]));
+    if (k >= D && k - D < n) {
+      const size_t j = k - D;
+      const uint32_t slot = likely[j] = shard_of(j).peek(static_cast<uint32_t>(hashes[j]));
+      if (slot != kNoSlot) prefetch(begin + j, slot);
+    }
+    if (k < 2 * D) continue;
+    const size_t j = k - 2 * D, i = begin + j;
+    Shard& shard = shard_of(j);
+    if (likely[j] != kNoSlot && meta()[likely[j]].holds(keys[i])) {
+      visit(shard, i, likely[j]);
+    } else {
+      std::lock_guard lock(shard.mutex);
+      visit(shard, i, shard.find(static_cast<uint32_t>(hashes[j]), keys[i]));
+    }
+  }
+}
+
 template <typename F>
 void DramTier::for_lookup_tasks(size_t n, const F& f) {
-  pool_.parallel((n + kTaskKeys - 1) / kTaskKeys,
-                 [&](size_t t) { f(t * kTaskKeys, std::min((t + 1) * kTaskKeys, n)); });
+  const size_t task = g_tune.unlocked ? g_tune.task : kTaskKeys;
+  pool_.parallel((n + task - 1) / task, [&](size_t t) { f(t * task, std::min((t + 1) * task, n)); });
 }
 
 // ---- read
@@ -112,12 +145,14 @@ size_t DramTier::copy_resident(const Scratch::ReadStatus& lookups, const uint64_
   using ReadState = Scratch::ReadState;
   const RowCopy copy(rows, row_bytes_);
   std::atomic<size_t> all_copied{0};
+  const bool unlocked = !store_ && g_tune.unlocked;
+  std::shared_lock lock(erase_mutex_);
   for_lookup_tasks(n, [&](size_t begin, size_t end) {
     size_t copied = 0;
     const auto prefetch = [&](size_t, uint32_t slot) {
       prefetch_row(row(slot), std::min(row_bytes_, kPrefetchRowBytes));
     };
-    for_each_lookup(keys, begin, end, prefetch, [&](Shard& shard, size_t i, uint32_t slot) {
+    const auto visit = [&](Shard& shard, size_t i, uint32_t slot) {
       lookups.status[i] = slot == kNoSlot ? ReadState::kMissing : ReadState::kCopied;
       if (slot == kNoSlot) return;
       if (meta()[slot].load_state() == SlotState::kLoading) {
@@ -128,7 +163,9 @@ size_t DramTier::copy_resident(const Scratch::ReadStatus& lookups, const uint64_
         copy(rows + i * row_bytes_, row(slot));
         ++copied;
       }
-    });
+    };
+    if (unlocked) for_each_unlocked(keys, begin, end, prefetch, visit);
+    else for_each_lookup(keys, begin, end, prefetch, visit);
     copy.fence();
     all_copied += copied;
   });
@@ -193,18 +230,34 @@ void DramTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool di
 bool DramTier::replace_resident(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty) {
   const RowCopy copy(slab_.as<uint8_t>(), row_bytes_);
   std::atomic<bool> all_resident{true};
+  std::shared_lock lock(erase_mutex_);
   for_lookup_tasks(n, [&](size_t begin, size_t end) {
     uint32_t changed[kTaskKeys];
     size_t count = 0;
     const auto prefetch = [&](size_t i, uint32_t) { prefetch_row(rows + i * row_bytes_, row_bytes_); };
-    for_each_lookup(keys, begin, end, prefetch, [&](Shard&, size_t i, uint32_t slot) {
+    const auto visit = [&](Shard&, size_t i, uint32_t slot) {
       if (slot == kNoSlot || meta()[slot].load_state() != SlotState::kReady) {
         all_resident = false;
         return;
       }
       copy(row(slot), rows + i * row_bytes_);
       changed[count++] = slot;
-    });
+    };
+    if (g_tune.unlocked) {
+      for_each_unlocked(
+          keys, begin, end,
+          [&](size_t i, uint32_t slot) {
+            if (g_tune.dest == 1) __builtin_prefetch(row(slot));
+            if (g_tune.dest == 2) {
+              const auto at = reinterpret_cast<uintptr_t>(row(slot)) ^ 2048;
+              __builtin_prefetch(reinterpret_cast<void*>(at));
+            }
+            if (g_tune.source) prefetch_row(rows + i * row_bytes_, row_bytes_);
+          },
+          visit);
+    } else {
+      for_each_lookup(keys, begin, end, prefetch, visit);
+    }
     copy.fence();
     // Not in the copy loop: an atomic read-modify-write waits until all earlier streaming stores have completed.
     for (size_t j = 0; dirty && j < count; ++j) {
@@ -241,6 +294,7 @@ void DramTier::wait_for_loads(Scratch& s, const uint64_t* keys, size_t n) {
 size_t DramTier::erase(const uint64_t* keys, size_t n) {
   ScratchPool::Lease s(scratch_);
   for (size_t b = 0; b < n; b += s->keys_max()) wait_for_loads(*s, keys + b, std::min(s->keys_max(), n - b));
+  std::lock_guard copies(erase_mutex_);
   // No row is being written to the store: none is kWriting or kEvicting.
   std::lock_guard ahead(write_ahead_mutex_);
   std::lock_guard writeback(writeback_mutex_);
