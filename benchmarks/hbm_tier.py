@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import Claim, console, environment, print_claims, spread, write_json
+from dlrm_workload import page_locked
 from hbm_train import DIM, FEATURES, IDS_PER_FEATURE, key_of, power_law
 
 import thermocline as tc
@@ -32,10 +33,12 @@ TARGET = 3.5
 """Milliseconds of a step."""
 
 
-def batches(count: int, keys: int) -> list[tc.Batch]:
+def batches(count: int, keys: int, locked: bool = True) -> list[tc.Batch]:
+    """Batches whose ids are in page-locked memory, or not."""
     out = []
     for seed in range(count):
-        ids = key_of(power_law(FEATURES, IDS_PER_FEATURE, keys, seed)).cpu().numpy().view(np.uint64)
+        numbers = key_of(power_law(FEATURES, IDS_PER_FEATURE, keys, seed))
+        ids = (page_locked(numbers) if locked else numbers.cpu()).numpy().view(np.uint64)
         out.append(tc.Batch(ids, np.array([0, len(ids)]), 1))
     return out
 
@@ -177,19 +180,21 @@ def run(table: tc.Table, source: list[tc.Batch], depth: int, warm: int) -> dict[
 
 
 VARIANTS = {
-    "locked (before)": (0, 16, 4096, 0, 0),
-    "ahead 16, page of the target": (1, 16, 1024, 2, 0),
-    "ahead 8, page of the target": (1, 8, 1024, 2, 0),
-    "ahead 16, tasks of 4096": (1, 16, 4096, 2, 0),
-    "ahead 16, tasks of 512": (1, 16, 512, 2, 0),
-    "ahead 16, first line of the target": (1, 16, 1024, 1, 0),
-    "ahead 16, target not prefetched": (1, 16, 1024, 0, 0),
-    "ahead 16, source prefetched": (1, 16, 1024, 2, 1),
+    "locked (before)": (0, 16, 4096, 0, 0, 64),
+    "unlocked": (1, 16, 1024, 2, 0, 64),
+    "unlocked, ahead 8": (1, 8, 1024, 2, 0, 64),
+    "unlocked, lines in pairs": (1, 16, 1024, 2, 0, 128),
+    "unlocked, tasks of 4096": (1, 16, 4096, 2, 0, 64),
+    "unlocked, tasks of 512": (1, 16, 512, 2, 0, 64),
+    "unlocked, first line of the target": (1, 16, 1024, 1, 0, 64),
+    "unlocked, target not prefetched": (1, 16, 1024, 0, 0, 64),
+    "unlocked, source prefetched": (1, 16, 1024, 2, 1, 64),
 }
+STEP_VARIANTS = list(VARIANTS)[:2]
 
 
-def try_variants(table: tc.Table, source: list[tc.Batch], keys: int, record: dict[str, Any]) -> None:
-    run(table, source, 4, len(source) // 3)  # warm
+def try_variants(table: tc.Table, keys: int, steps: int, record: dict[str, Any]) -> None:
+    """Compare ways to copy rows: on the host alone, and in whole steps, each with and without two other changes."""
     for _ in range(2):
         for name, values in VARIANTS.items():
             _core.tune(*values)
@@ -199,19 +204,21 @@ def try_variants(table: tc.Table, source: list[tc.Batch], keys: int, record: dic
     tier = table.hbm
     assert isinstance(tier, HbmTier)
     transfer = tier._transfer
+    sources = {", ids copied": batches(steps, keys, locked=False), "": batches(steps, keys)}
+    run(table, sources[""], 4, steps // 3)  # warm
     for number in range(3):
-        for name, values in VARIANTS.items():
-            if name not in list(VARIANTS)[:4]:
-                continue
-            for blocking in (False, True):
-                _core.tune(*values)
-                if blocking:
-                    transfer._event = blocking_event  # type: ignore[method-assign]
-                figures = run(table, source, 4, len(source) // 3)
-                if blocking:
-                    del transfer._event
-                record.setdefault(f"step, {name}{', blocking' if blocking else ''}", []).append(figures)
-                console.print(f"{number} {name}, blocking {blocking}: {figures}")
+        for name in STEP_VARIANTS:
+            _core.tune(*VARIANTS[name])
+            for kind, source in sources.items():
+                for blocking in (False, True):
+                    if blocking:
+                        transfer._event = blocking_event  # type: ignore[method-assign]
+                    figures = run(table, source, 4, steps // 3)
+                    if blocking:
+                        del transfer._event
+                    label = f"{name}{kind}{', blocking' if blocking else ''}"
+                    record.setdefault(f"step, {label}", []).append(figures)
+                    console.print(f"{number} {label}: {figures}")
 
 
 def blocking_event() -> torch.cuda.Event:
@@ -235,15 +242,15 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true", help="compare ways to copy rows")
     options = parser.parse_args()
     keys = 400_000 if options.quick else 4_000_000
-    source = batches(options.steps, keys)
     record: dict[str, Any] = {**environment(["torch", "triton"]), "gpu": torch.cuda.get_device_name(), "keys": keys}
     table = filled(keys, FEATURES * keys // 10, options.threads)
     console.print(f"filled: {table}")
     if options.variants:
-        try_variants(table, source, keys, record)
+        try_variants(table, keys, options.steps, record)
         if options.json:
             write_json(options.json, record, [])
         return
+    source = batches(options.steps, keys)
     for number in range(options.rounds):
         for depth in DEPTHS:
             figures = run(table, source, depth, len(source) // 3)

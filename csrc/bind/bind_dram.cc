@@ -243,7 +243,8 @@ nb::dict stats(const DramTier& self) {
 }  // namespace
 
 void bind_dram(nb::module_& m) {
-  m.def("tune", [](size_t unlocked, size_t ahead, size_t task, size_t dest, size_t source) {
+  m.def("tune", [](size_t unlocked, size_t ahead, size_t task, size_t dest, size_t source, size_t step) {
+    g_tune.step = step;
     g_tune.unlocked = unlocked;
     g_tune.ahead = ahead;
     g_tune.task = task;
