@@ -3,8 +3,9 @@
 Claims   A step takes at most 3.5 ms, and at most 1.2x the time of its missing rows on the host link.
 Method   dynamicemb's published workload: 1,048,570 ids per step (10 features), dim 128, fp32, power law 1.05, SGD, a
          vector per id, given gradients. Wall time per step in the steady state with `tc.prefetch`: planning, rows in
-         both directions, training stream; the median of three rounds over all depths. The link is measured with
-         page-locked copies of as many rows.
+         both directions, training stream; the median of three rounds over all depths. Batches are prepared in
+         page-locked memory. The link is measured with page-locked copies of as many rows. Printed beside: the parts
+         of moving rows, and reads and pushes of as many rows by the host alone, for which the training is over.
 Command  python benchmarks/hbm_tier.py --json FILE      an H200, 40M rows of dim 128, two minutes
          python benchmarks/hbm_tier.py --quick          a tenth of the rows
 """
@@ -25,7 +26,6 @@ from dlrm_workload import page_locked
 from hbm_train import DIM, FEATURES, IDS_PER_FEATURE, key_of, power_law
 
 import thermocline as tc
-from thermocline.core import _core
 from thermocline.tiers.hbm import HbmTier, bytes_for
 
 DEPTHS = (1, 2, 4, 6)
@@ -33,7 +33,7 @@ TARGET = 3.5
 """Milliseconds of a step."""
 
 
-def batches(count: int, keys: int, locked: bool = True) -> list[tc.Batch]:
+def batches(count: int, keys: int, locked: bool) -> list[tc.Batch]:
     """Batches whose ids are in page-locked memory, or not."""
     out = []
     for seed in range(count):
@@ -179,54 +179,6 @@ def run(table: tc.Table, source: list[tc.Batch], depth: int, warm: int) -> dict[
     }
 
 
-VARIANTS = {
-    "locked (before)": (0, 16, 4096, 0, 0, 64),
-    "unlocked": (1, 16, 1024, 2, 0, 64),
-    "unlocked, ahead 8": (1, 8, 1024, 2, 0, 64),
-    "unlocked, lines in pairs": (1, 16, 1024, 2, 0, 128),
-    "unlocked, tasks of 4096": (1, 16, 4096, 2, 0, 64),
-    "unlocked, tasks of 512": (1, 16, 512, 2, 0, 64),
-    "unlocked, first line of the target": (1, 16, 1024, 1, 0, 64),
-    "unlocked, target not prefetched": (1, 16, 1024, 0, 0, 64),
-    "unlocked, source prefetched": (1, 16, 1024, 2, 1, 64),
-}
-STEP_VARIANTS = list(VARIANTS)[:2]
-
-
-def try_variants(table: tc.Table, keys: int, steps: int, record: dict[str, Any]) -> None:
-    """Compare ways to copy rows: on the host alone, and in whole steps, each with and without two other changes."""
-    for _ in range(2):
-        for name, values in VARIANTS.items():
-            _core.tune(*values)
-            alone = host_rows(table, keys, 114_478)
-            record.setdefault(f"host, {name}", []).append(alone)
-            console.print(f"{name}: {', '.join(f'{part} {ms:.2f}' for part, ms in alone.items())}")
-    tier = table.hbm
-    assert isinstance(tier, HbmTier)
-    transfer = tier._transfer
-    sources = {", ids copied": batches(steps, keys, locked=False), "": batches(steps, keys)}
-    run(table, sources[""], 4, steps // 3)  # warm
-    for number in range(3):
-        for name in STEP_VARIANTS:
-            _core.tune(*VARIANTS[name])
-            for kind, source in sources.items():
-                for blocking in (False, True):
-                    if blocking:
-                        transfer._event = blocking_event  # type: ignore[method-assign]
-                    figures = run(table, source, 4, steps // 3)
-                    if blocking:
-                        del transfer._event
-                    label = f"{name}{kind}{', blocking' if blocking else ''}"
-                    record.setdefault(f"step, {label}", []).append(figures)
-                    console.print(f"{number} {label}: {figures}")
-
-
-def blocking_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
 def median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the run with the median time per step."""
     return sorted(runs, key=lambda figures: figures["ms"])[len(runs) // 2]
@@ -239,18 +191,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each depth, in turns; medians count")
     parser.add_argument("--threads", type=int, help="threads of the DRAM tier; default: all cores")
-    parser.add_argument("--variants", action="store_true", help="compare ways to copy rows")
+    parser.add_argument("--pageable", action="store_true", help="ids of the batches are not in page-locked memory")
     options = parser.parse_args()
     keys = 400_000 if options.quick else 4_000_000
     record: dict[str, Any] = {**environment(["torch", "triton"]), "gpu": torch.cuda.get_device_name(), "keys": keys}
     table = filled(keys, FEATURES * keys // 10, options.threads)
     console.print(f"filled: {table}")
-    if options.variants:
-        try_variants(table, keys, options.steps, record)
-        if options.json:
-            write_json(options.json, record, [])
-        return
-    source = batches(options.steps, keys)
+    source = batches(options.steps, keys, not options.pageable)
     for number in range(options.rounds):
         for depth in DEPTHS:
             figures = run(table, source, depth, len(source) // 3)
@@ -259,6 +206,8 @@ def main() -> None:
     for depth in DEPTHS:
         record[f"depth {depth}"] |= median_run(record[f"depth {depth}"]["runs"])
     tenth = record["depth 4"]
+    record["host"] = host = host_rows(table, keys, int(tenth["missing"]))
+    console.print(f"host, {tenth['missing']:.0f} rows, ms: {host}")
     record["link"] = link = link_seconds(int(tenth["missing"]))
     console.print(f"link, {tenth['missing']:.0f} rows: {link}")
     floor = max(link.values()) * 1000

@@ -243,15 +243,6 @@ nb::dict stats(const DramTier& self) {
 }  // namespace
 
 void bind_dram(nb::module_& m) {
-  m.def("tune", [](size_t unlocked, size_t ahead, size_t task, size_t dest, size_t source, size_t step) {
-    g_tune.step = step;
-    g_tune.unlocked = unlocked;
-    g_tune.ahead = ahead;
-    g_tune.task = task;
-    g_tune.dest = dest;
-    g_tune.source = source;
-  });
-
   nb::class_<Precision>(m, "Precision");
   m.def("make_precision", &precision_of, "kind"_a, "bits"_a, "stochastic"_a, "row_scaled"_a, "scale"_a, "learned"_a);
   nb::class_<DramTier> tier(m, "DramTier");

@@ -77,12 +77,7 @@ struct TierStats {
 };
 
 // Thread safety: all calls may run concurrently, except where a method states otherwise. Rows are not locked: while one
-// thread writes a pinned row (kernels, write), no other thread may read or write that row or call flush().
-struct Tune {
-  size_t unlocked = 1, ahead = 16, task = 1024, dest = 2, source = 0, rowpf = 512, step = 64;
-};
-extern Tune g_tune;
-
+// thread writes a row (kernels, write, push), no other thread may read or write that row or call flush().
 class DramTier {
  public:
   // `store` may be null: then nothing is evicted, and a full tier is an error. It must outlive the tier.
@@ -296,7 +291,7 @@ class DramTier {
   ScratchPool scratch_;        // for calls that may block on the store
   ScratchPool small_scratch_;  // for unpin(), which must not wait for those calls
 
-  // Lock order: write_ahead_mutex_, writeback_mutex_, then one shard's mutex, then free_mutex_. Two shard
+  // Lock order: erase_mutex_, write_ahead_mutex_, writeback_mutex_, then one shard's mutex, then free_mutex_. Two shard
   // mutexes are never held at once. The holder of writeback_mutex_ may wait for the end of a write ahead, which does
   // not take it.
   std::shared_mutex erase_mutex_;  // held by erase(); shared while rows are copied without their shard's mutex
