@@ -2,19 +2,29 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
+#include <shared_mutex>
 
 #include "dram/copy_rows.h"
+#include "dram/kernels.h"
 #include "dram/tier.h"
 
 namespace thermocline {
 namespace {
 
 constexpr size_t kPrefetchAhead = 16;      // lookups whose memory is prefetched before use
+constexpr size_t kLookupAhead = 32;        // the same for lookups without mutexes, which take less time
 constexpr size_t kPrefetchRowBytes = 512;  // at most, of a row that is read
+constexpr size_t kUnlockedKeys = 1024;     // of one task without mutexes: small, so that threads end together
 constexpr size_t kTaskKeys = 4096;         // of one lookup task: few enough for the TLB to cover their rows in a buffer
 
 void prefetch_row(const uint8_t* row, size_t bytes) {
   for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+}
+
+// Loads the address translation of a row that streaming stores will write. Reads another line of its page: a streaming
+// store to a line that is in a cache is slow.
+void prefetch_page(const uint8_t* row) {
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(row) ^ 2048));
 }
 
 }  // namespace
@@ -22,9 +32,9 @@ void prefetch_row(const uint8_t* row, size_t bytes) {
 // ---- lookups without pins
 
 // Calls visit(shard, i, slot) for the keys i of [begin, end), at most kTaskKeys, under the shard's mutex; slot is
-// kNoSlot for a key that is not resident. Calls prefetch(i, slot) some lookups earlier, with a slot that is only
-// likely. One task handles its keys shard by shard, so that a batch is one parallel section, and the rows of a task are
-// close together in the caller's buffer.
+// kNoSlot for a key that is not resident. Calls prefetch(slot) some lookups earlier, with a slot that is only likely.
+// One task handles its keys shard by shard, so that a batch is one parallel section, and the rows of a task are close
+// together in the caller's buffer.
 template <typename Prefetch, typename Visit>
 void DramTier::for_each_lookup(const uint64_t* keys, size_t begin, size_t end, const Prefetch& prefetch,
                                const Visit& visit) {
@@ -55,7 +65,7 @@ void DramTier::for_each_lookup(const uint64_t* keys, size_t begin, size_t end, c
       for (size_t j = last; j < std::min(last + kPrefetchAhead, shard_end); ++j) shard.prefetch(probes[j].tag);
       for (size_t j = first; j < last; ++j) {
         const uint32_t slot = likely[j % (2 * kPrefetchAhead)] = shard.likely(probes[j].tag);
-        if (slot != kNoSlot) prefetch(begin + probes[j].index, slot);
+        if (slot != kNoSlot) prefetch(slot);
       }
       finish(finished, first);
       finished = first;
@@ -64,10 +74,43 @@ void DramTier::for_each_lookup(const uint64_t* keys, size_t begin, size_t end, c
   }
 }
 
+// The same for a tier that evicts nothing, in the order of the keys: without mutexes, except for a key whose row is not
+// found without one. At most kUnlockedKeys keys. The caller excludes erase().
+template <typename Prefetch, typename Visit>
+void DramTier::for_each_unlocked(const uint64_t* keys, size_t begin, size_t end, const Prefetch& prefetch,
+                                 const Visit& visit) {
+  uint64_t hashes[kUnlockedKeys];
+  uint32_t slots[kUnlockedKeys];
+  const size_t n = end - begin, mask = plan_.shards - 1;
+  kernels().mem_hash_keys(keys + begin, n, hashes);
+  const auto shard_of = [&](size_t j) -> Shard& { return shards_[hashes[j] >> 56 & mask]; };
+  const auto tag_of = [&](size_t j) { return static_cast<uint32_t>(hashes[j]); };
+  // All lookups before the first copy: that is faster than one after another, and than lookups between copies.
+  for (size_t k = 0; k < n + 2 * kLookupAhead; ++k) {
+    if (k < n) shard_of(k).prefetch(tag_of(k));
+    if (k < kLookupAhead) continue;
+    if (const size_t j = k - kLookupAhead; j < n) slots[j] = shard_of(j).peek(tag_of(j));
+    if (k < 2 * kLookupAhead) continue;
+    const size_t j = k - 2 * kLookupAhead;
+    if (slots[j] != kNoSlot && !meta()[slots[j]].holds(keys[begin + j])) slots[j] = kNoSlot;
+  }
+  for (size_t k = 0; k < n + kPrefetchAhead; ++k) {
+    if (k < n && slots[k] != kNoSlot) prefetch(slots[k]);
+    if (k < kPrefetchAhead) continue;
+    const size_t j = k - kPrefetchAhead;
+    if (slots[j] != kNoSlot) {
+      visit(shard_of(j), begin + j, slots[j]);
+    } else {
+      std::lock_guard lock(shard_of(j).mutex);
+      visit(shard_of(j), begin + j, shard_of(j).find(tag_of(j), keys[begin + j]));
+    }
+  }
+}
+
 template <typename F>
 void DramTier::for_lookup_tasks(size_t n, const F& f) {
-  pool_.parallel((n + kTaskKeys - 1) / kTaskKeys,
-                 [&](size_t t) { f(t * kTaskKeys, std::min((t + 1) * kTaskKeys, n)); });
+  const size_t task = store_ ? kTaskKeys : kUnlockedKeys;
+  pool_.parallel((n + task - 1) / task, [&](size_t t) { f(t * task, std::min((t + 1) * task, n)); });
 }
 
 // ---- read
@@ -112,12 +155,11 @@ size_t DramTier::copy_resident(const Scratch::ReadStatus& lookups, const uint64_
   using ReadState = Scratch::ReadState;
   const RowCopy copy(rows, row_bytes_);
   std::atomic<size_t> all_copied{0};
+  std::shared_lock no_erase(erase_mutex_);
   for_lookup_tasks(n, [&](size_t begin, size_t end) {
     size_t copied = 0;
-    const auto prefetch = [&](size_t, uint32_t slot) {
-      prefetch_row(row(slot), std::min(row_bytes_, kPrefetchRowBytes));
-    };
-    for_each_lookup(keys, begin, end, prefetch, [&](Shard& shard, size_t i, uint32_t slot) {
+    const auto prefetch = [&](uint32_t slot) { prefetch_row(row(slot), std::min(row_bytes_, kPrefetchRowBytes)); };
+    const auto visit = [&](Shard& shard, size_t i, uint32_t slot) {
       lookups.status[i] = slot == kNoSlot ? ReadState::kMissing : ReadState::kCopied;
       if (slot == kNoSlot) return;
       if (is_loading(meta()[slot].load_state())) {
@@ -128,7 +170,9 @@ size_t DramTier::copy_resident(const Scratch::ReadStatus& lookups, const uint64_
         copy(rows + i * row_bytes_, row(slot));
         ++copied;
       }
-    });
+    };
+    if (store_) for_each_lookup(keys, begin, end, prefetch, visit);
+    else for_each_unlocked(keys, begin, end, prefetch, visit);
     copy.fence();
     all_copied += copied;
   });
@@ -193,11 +237,13 @@ void DramTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool di
 bool DramTier::replace_resident(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty) {
   const RowCopy copy(slab_.as<uint8_t>(), row_bytes_);
   std::atomic<bool> all_resident{true};
+  std::shared_lock no_erase(erase_mutex_);
   for_lookup_tasks(n, [&](size_t begin, size_t end) {
-    uint32_t changed[kTaskKeys];
+    if (!all_resident.load(std::memory_order_relaxed)) return;  // all rows are pushed by other means
+    uint32_t changed[kUnlockedKeys];
     size_t count = 0;
-    const auto prefetch = [&](size_t i, uint32_t) { prefetch_row(rows + i * row_bytes_, row_bytes_); };
-    for_each_lookup(keys, begin, end, prefetch, [&](Shard&, size_t i, uint32_t slot) {
+    const auto prefetch = [&](uint32_t slot) { prefetch_page(row(slot)); };
+    for_each_unlocked(keys, begin, end, prefetch, [&](Shard&, size_t i, uint32_t slot) {
       if (slot == kNoSlot || meta()[slot].load_state() != SlotState::kReady) {
         all_resident = false;
         return;
@@ -256,8 +302,9 @@ void DramTier::end_writes(const uint64_t* keys, size_t n) {
 }
 
 // A pull inserts a key into the index before it reads the store. So a pull that may have read the row before the caller
-// removed it from the store is over, or its slot is kLoading here: it becomes kErased, and no call waits.
+// removed it from the store is over, or its slot is kLoading here: it becomes kErased, and no call waits for a load.
 size_t DramTier::erase(const uint64_t* keys, size_t n) {
+  std::lock_guard no_copies(erase_mutex_);
   std::atomic<size_t> erased{0};
   for_resident(keys, n, [&](Shard& shard, Hash h, uint64_t key, uint32_t slot) {
     ++erased;

@@ -4,7 +4,6 @@
 #include <bit>
 #include <memory>
 #include <new>
-#include <utility>
 
 #include "util/error.h"
 #include "util/hash.h"
@@ -41,6 +40,21 @@ uint32_t Shard::likely(uint32_t tag) const {
   const uint32_t slot = static_cast<uint32_t>(index_[b]) - 1;  // an empty bucket gives kNoSlot
   if (slot != kNoSlot) __builtin_prefetch(&meta_[slot]);
   return slot;
+}
+
+uint32_t Shard::peek(uint32_t tag) const {
+  constexpr int kMostBuckets = 64;  // entries may move while they are read: do not search for ever
+  const uint32_t buckets = std::atomic_ref(const_cast<uint32_t&>(buckets_)).load(std::memory_order_relaxed);
+  uint32_t b = home(tag, buckets);
+  for (int i = 0; i < kMostBuckets; ++i, b = b + 1 == buckets ? 0 : b + 1) {
+    const uint64_t entry = std::atomic_ref(index_[b]).load(std::memory_order_acquire);
+    if (entry == 0) return kNoSlot;
+    if (entry >> 32 != tag) continue;
+    const uint32_t slot = static_cast<uint32_t>(entry) - 1;
+    __builtin_prefetch(&meta_[slot]);
+    return slot;
+  }
+  return kNoSlot;
 }
 
 // Processes blocks in four passes (index, metadata, list neighbours, pin), so that the cache misses of a block overlap.
@@ -82,7 +96,9 @@ bool Shard::reserve(size_t more) {
   if (!entries) return false;
   size_t n = 0;
   for (uint32_t b = 0; b < buckets_; ++b) {
-    if (index_[b] != 0) entries[n++] = std::exchange(index_[b], 0);
+    if (index_[b] == 0) continue;
+    entries[n++] = index_[b];
+    set_bucket(b, 0);
   }
   uint64_t grown = buckets_;
   while (grown < needed) grown *= 2;
@@ -95,11 +111,10 @@ bool Shard::reserve(size_t more) {
 void Shard::place(uint32_t tag, uint64_t entry) {
   uint32_t b = home(tag);
   while (index_[b] != 0) b = after(b);
-  index_[b] = entry;
+  set_bucket(b, entry);
 }
 
 void Shard::insert(uint32_t tag, uint64_t key, uint32_t slot) {
-  place(tag, uint64_t{tag} << 32 | (slot + 1));
   ++resident_;
   ++pinned_;
   SlotMeta& m = meta_[slot];
@@ -110,6 +125,7 @@ void Shard::insert(uint32_t tag, uint64_t key, uint32_t slot) {
   m.visits = 0;
   m.age = age_;
   m.store_state(SlotState::kLoading);
+  place(tag, uint64_t{tag} << 32 | (slot + 1));  // last: peek() may find it at once
   visit(slot);
 }
 
@@ -121,10 +137,10 @@ void Shard::erase(uint32_t tag, uint32_t slot) {
     const uint32_t h = home(static_cast<uint32_t>(index_[b] >> 32));
     const bool movable = hole <= b ? (h <= hole || h > b) : (h <= hole && h > b);
     if (!movable) continue;
-    index_[hole] = index_[b];
+    set_bucket(hole, index_[b]);
     hole = b;
   }
-  index_[hole] = 0;
+  set_bucket(hole, 0);
   --resident_;
 }
 

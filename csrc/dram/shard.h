@@ -63,6 +63,12 @@ struct SlotMeta {
     auto loading = static_cast<uint8_t>(SlotState::kLoading);
     return std::atomic_ref(state).compare_exchange_strong(loading, static_cast<uint8_t>(s), std::memory_order_acq_rel);
   }
+  // Whether the slot has the row of this key and is kReady. Without the shard's mutex the answer is valid as long as no
+  // row is evicted or erased.
+  bool holds(uint64_t wanted) const {
+    return load_state() == SlotState::kReady &&
+           std::atomic_ref(const_cast<uint64_t&>(key)).load(std::memory_order_relaxed) == wanted;
+  }
 };
 static_assert(sizeof(SlotMeta) == 24);
 
@@ -78,7 +84,7 @@ struct Probe {
 //  none).
 //     Therefore every listed slot can be evicted, after the end of its write if it is kWriting.
 //  3. resident_ is the number of index entries, linked_ the number of listed slots.
-// Thread safety: the caller holds `mutex` for every call except prefetch().
+// Thread safety: the caller holds `mutex` for every call except prefetch() and peek().
 class alignas(64) Shard {
  public:
   static constexpr uint32_t kVisitLists = 64;
@@ -96,9 +102,14 @@ class alignas(64) Shard {
   // slot with an equal tag, or kNoSlot, and prefetches its metadata; verified() compares the key.
   void prefetch(uint32_t tag) const {
     const uint32_t buckets = std::atomic_ref(const_cast<uint32_t&>(buckets_)).load(std::memory_order_relaxed);
-    __builtin_prefetch(&index_[home(tag, buckets)]);
+    const uint64_t* const bucket = &index_[home(tag, buckets)];
+    __builtin_prefetch(bucket);
+    __builtin_prefetch(bucket + kProbed);  // of the next cache line, in most cases where the search goes on there
   }
   uint32_t likely(uint32_t tag) const;
+  // likely() without the mutex: may return kNoSlot for a key that is being moved, and a slot that has lost its key. See
+  // SlotMeta::holds().
+  uint32_t peek(uint32_t tag) const;
   uint32_t verified(uint32_t likely, uint32_t tag, uint64_t key) const {
     return likely != kNoSlot && meta_[likely].key != key ? find(tag, key) : likely;  // tags collide
   }
@@ -152,10 +163,14 @@ class alignas(64) Shard {
   static constexpr uint8_t kNone = 0, kInLru = 1, kInVisits = 2;  // SlotMeta::list
 
   static constexpr uint32_t kFirstBuckets = 512;  // one page
+  static constexpr uint32_t kProbed = 5;          // buckets that most searches are within
   static uint32_t home(uint32_t tag, uint32_t buckets) {
     return static_cast<uint32_t>((uint64_t{tag} * buckets) >> 32);
   }
   uint32_t home(uint32_t tag) const { return home(tag, buckets_); }
+  void set_bucket(uint32_t bucket, uint64_t entry) {  // atomic for peek()
+    std::atomic_ref(index_[bucket]).store(entry, std::memory_order_release);
+  }
   void place(uint32_t tag, uint64_t entry);
   uint32_t after(uint32_t bucket) const { return bucket + 1 == buckets_ ? 0 : bucket + 1; }
   uint32_t sentinel(uint32_t list) const { return sentinels_ + list; }
@@ -177,7 +192,7 @@ class alignas(64) Shard {
   uint32_t lru_rows_ = 0;
   uint32_t visits_per_age_ = 0;
   Policy policy_ = Policy::kLruLfu;
-  // Protected by mutex, except that prefetch() reads buckets_.
+  // Protected by mutex, except that prefetch() and peek() read buckets_.
   uint32_t buckets_ = 0;  // of the index, from kFirstBuckets to most_buckets_
   uint32_t resident_ = 0;
   uint32_t pinned_ = 0;  // slots with pins: resident or kFailed

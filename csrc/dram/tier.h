@@ -29,6 +29,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -76,7 +77,7 @@ struct TierStats {
 };
 
 // Thread safety: all calls may run concurrently, except where a method states otherwise. Rows are not locked: while one
-// thread writes a pinned row (kernels, write), no other thread may read or write that row or call flush().
+// thread writes a row (kernels, write, push), no other thread may read or write that row or call flush().
 class DramTier {
  public:
   // `store` may be null: then nothing is evicted, and a full tier is an error. It must outlive the tier.
@@ -236,6 +237,8 @@ class DramTier {
   // Lookups without pins (row_access.cc).
   template <typename Prefetch, typename Visit>
   void for_each_lookup(const uint64_t* keys, size_t begin, size_t end, const Prefetch& prefetch, const Visit& visit);
+  template <typename Prefetch, typename Visit>
+  void for_each_unlocked(const uint64_t* keys, size_t begin, size_t end, const Prefetch& prefetch, const Visit& visit);
   template <typename F>
   void for_lookup_tasks(size_t n, const F& f);
   Sources read_part(Scratch& s, const uint64_t* keys, size_t n, uint8_t* rows);
@@ -303,9 +306,10 @@ class DramTier {
   ScratchPool scratch_;        // for calls that may block on the store
   ScratchPool small_scratch_;  // for unpin(), which must not wait for those calls
 
-  // Lock order: write_ahead_mutex_, writeback_mutex_, then one shard's mutex, then free_mutex_. Two shard
+  // Lock order: erase_mutex_, write_ahead_mutex_, writeback_mutex_, then one shard's mutex, then free_mutex_. Two shard
   // mutexes are never held at once. The holder of writeback_mutex_ may wait for the end of a write ahead, which does
   // not take it.
+  std::shared_mutex erase_mutex_;  // held by erase(); shared while rows are copied without their shard's mutex
   std::mutex write_ahead_mutex_;   // held during a pass of write_ahead() and by flush()
   std::mutex writeback_mutex_;     // held while rows are written to the store: evict(), flush()
   uint32_t next_shard_ = 0;        // protected by writeback_mutex_: first shard to give one victim more than the others

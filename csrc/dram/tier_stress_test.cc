@@ -165,5 +165,42 @@ TEST(DramTierStress, RowWhoseLoadFailedElsewhereIsLoadedAgain) {
   tier.check(true);
 }
 
+// Without a store, read() and push() copy rows without their shard's mutex: while the index grows and other keys are
+// erased, they must find the rows of their own keys.
+TEST(DramTierStress, RowsAreFoundWhileTheIndexChanges) {
+  constexpr uint64_t kOwn = 2000, kOthers = 60000;
+  DramTier tier(options(16 << 20, Policy::kLruLfu, 2, 4), nullptr);
+  const auto row_of = [](uint64_t key, int round) {
+    const auto value = static_cast<float>(key * 8 + static_cast<uint64_t>(round));
+    return Row{value, -value, value + 1, 2};
+  };
+  const auto push = [&](const std::vector<uint64_t>& keys, int round) {
+    std::vector<Row> rows;
+    for (uint64_t key : keys) rows.push_back(row_of(key, round));
+    tier.push(keys.data(), keys.size(), reinterpret_cast<uint8_t*>(rows.data()), true, true);
+  };
+  const auto own = range(0, kOwn);
+  push(own, 0);
+  std::atomic<bool> stop{false};
+  std::thread others([&] {
+    for (uint64_t key = kOwn; key < kOthers; key += 50) push(range(key, key + 50), 0);
+    for (uint64_t key = kOwn; key < kOthers; key += 1000) {
+      const auto erased = range(key, key + 1000);
+      CHECK_EQ(tier.erase(erased.data(), erased.size()), size_t{1000});
+    }
+    stop = true;
+  });
+  std::vector<Row> rows(kOwn);
+  for (int round = 0; !stop || round < 3; round = (round + 1) % 8) {
+    push(own, round);
+    const auto from = tier.read(own.data(), kOwn, reinterpret_cast<uint8_t*>(rows.data()));
+    CHECK_EQ(from.resident, size_t{kOwn});
+    for (uint64_t key = 0; key < kOwn; ++key) CHECK(rows[key] == row_of(key, round));
+  }
+  others.join();
+  tier.check(true);
+  CHECK_EQ(tier.stats().resident, size_t{kOwn});
+}
+
 }  // namespace
 }  // namespace thermocline

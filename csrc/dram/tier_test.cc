@@ -1,6 +1,8 @@
 #include "dram/tier.h"
 
 #include <random>
+#include <unordered_map>
+#include <vector>
 
 #include "dram/tier_test_util.h"
 #include "testing/test.h"
@@ -297,6 +299,26 @@ TEST(DramTier, EvictionDoesNotDependOnThreads) {
     CHECK_EQ(t.from_store, all[0].from_store);
   }
   CHECK(all[0].evictions > 1000);
+}
+
+// A lookup without the shard's mutex finds the first of two keys whose hashes are equal in all bits that the index
+// stores; the other must be found as well.
+TEST(DramTier, KeysWithEqualTagsHaveTheirOwnRows) {
+  std::unordered_map<uint32_t, uint64_t> seen;  // by tag, the low bits of the hash
+  std::vector<uint64_t> keys;
+  for (uint64_t key = 0; keys.size() < 4; ++key) {
+    const auto [first, added] = seen.try_emplace(static_cast<uint32_t>(mem_hash(hash_key(key))), key);
+    if (!added) keys.insert(keys.end(), {first->second, key});
+  }
+  DramTier tier(options(1 << 20, Policy::kLruLfu, 1, 1), nullptr);
+  std::vector<Row> rows(4), read(4);
+  for (float round : {1.0f, 2.0f}) {  // inserted, then replaced
+    for (size_t i = 0; i < 4; ++i) rows[i].fill(round * static_cast<float>(i + 1));
+    tier.push(keys.data(), 4, reinterpret_cast<uint8_t*>(rows.data()), true, true);
+    CHECK_EQ(tier.read(keys.data(), 4, reinterpret_cast<uint8_t*>(read.data())).resident, size_t{4});
+    CHECK(read == rows);
+  }
+  tier.check(true);
 }
 
 }  // namespace

@@ -129,9 +129,7 @@ class RowTransfer:
         return pending
 
     def _write_back_evicted(self, plan: InsertPlan, evicted: int) -> None:
-        buffer = self._out_buffers[0]
-        self._out_buffers.rotate()
-        rows = buffer.reserve(evicted)
+        buffer, rows = self._out_rows(evicted)
         victims = plan.victims[:evicted]
         dirty = self._to_host(self.dirty[victims.long()])
         keys = self._to_host(plan.victim_keys[:evicted])
@@ -139,8 +137,7 @@ class RowTransfer:
         copied = self._event()
 
         def write_back() -> None:
-            if copied is not None:
-                copied.synchronize()
+            self._wait_for(copied)
             changed = dirty.numpy().astype(bool)
             if changed.all():
                 self.write_back(keys.numpy(), rows.numpy())
@@ -204,19 +201,20 @@ class RowTransfer:
 
     def _load_rows(self, missing: MissingRows) -> None:
         self._wait_write_back(missing.earlier_write_back)
-        if missing.planned is not None:
-            missing.planned.synchronize()
+        self._wait_for(missing.planned)
         with self._on(self._in, [missing.vacated], [missing.slots, missing.count]):
-            buffer = self._in_buffers[0]
-            self._in_buffers.rotate()
-            rows = buffer.reserve(len(missing.keys))
-            from_dram, from_ssd = self.dram.read_into(as_uint64(missing.keys), rows.numpy())
-            self.from_dram += from_dram
-            self.from_ssd += from_ssd
-            self.initialised += len(rows) - from_dram - from_ssd
+            buffer, rows = self._in_rows(len(missing.keys))
+            self._read(missing.keys, rows)
             copy_in(self._arena, missing.slots, rows, missing.count)
             self._loaded = self._event()
             buffer.wait_for_reader = None if self._loaded is None else self._loaded.synchronize
+
+    def _read(self, keys: torch.Tensor, rows: torch.Tensor) -> None:
+        """Read rows from the tiers below."""
+        from_dram, from_ssd = self.dram.read_into(as_uint64(keys), rows.numpy())
+        self.from_dram += from_dram
+        self.from_ssd += from_ssd
+        self.initialised += len(rows) - from_dram - from_ssd
 
     def _wait_write_back(self, write_back: concurrent.futures.Future[None] | None) -> None:
         if write_back is not None:
@@ -270,6 +268,23 @@ class RowTransfer:
             for tensor in memory:
                 tensor.record_stream(stream)
             yield
+
+    def _in_rows(self, rows: int) -> tuple[StagingBuffer, torch.Tensor]:
+        """Return the next buffer for missing rows. Blocks until the device has read it."""
+        buffer = self._in_buffers[0]
+        self._in_buffers.rotate()
+        return buffer, buffer.reserve(rows)
+
+    def _out_rows(self, rows: int) -> tuple[StagingBuffer, torch.Tensor]:
+        """Return the next buffer for evicted rows. Blocks until its rows are written back."""
+        buffer = self._out_buffers[0]
+        self._out_buffers.rotate()
+        return buffer, buffer.reserve(rows)
+
+    @staticmethod
+    def _wait_for(event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            event.synchronize()
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._cuda:
