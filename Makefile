@@ -95,7 +95,7 @@ configure_cpp = @cmake -S . -B $(1) $(GENERATOR) -DTHERMOCLINE_BIND=OFF -DTHERMO
   && cmake --build $(1) -j $(JOBS)
 
 # Without the module, unless this folder already builds it: a changed option would discard its objects.
-cpp-tests:
+cpp-tests: $(if $(wildcard $(BUILD)/inplace/CMakeCache.txt),setup)
 	$(call build,thermocline_tests,$(if $(wildcard $(BUILD)/inplace/CMakeCache.txt),,-DTHERMOCLINE_BIND=OFF))
 
 test-cpp: cpp-tests

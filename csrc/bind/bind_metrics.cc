@@ -38,8 +38,8 @@ void count(const Array<T>& scores, const Array<T>& labels, double limit, const C
 void bind_metrics(nb::module_& m) {
   m.def("sum_scores", &sums<float>, "scores"_a, "labels"_a);
   m.def("sum_scores", &sums<double>, "scores"_a, "labels"_a);
-  m.def("count_scores", &count<float>, "scores"_a, "labels"_a, "limit"_a, "counts"_a);
-  m.def("count_scores", &count<double>, "scores"_a, "labels"_a, "limit"_a, "counts"_a);
+  m.def("count_scores", &count<float>, "scores"_a, "labels"_a, "limit"_a, "counts"_a.noconvert());
+  m.def("count_scores", &count<double>, "scores"_a, "labels"_a, "limit"_a, "counts"_a.noconvert());
 }
 
 }  // namespace thermocline

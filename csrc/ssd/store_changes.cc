@@ -56,6 +56,7 @@ std::vector<std::shared_ptr<const Extent>> SsdStore::Impl::extents_since(const S
 
 void SsdStore::Impl::keep_log(const StorePosition& since, bool replace) {
   auto life = alive();
+  if (options_.read_only) return;  // nothing is merged here, and the files belong to the process that writes
   {
     std::unique_lock lock(index_mutex_);
     if (since.first_page == 0 || (!replace && index_.keeps_log())) return;

@@ -144,6 +144,28 @@ TEST(StoreChanges, AKeptLogOutlivesMerges) {
   CHECK(!replays(*store, last, oracle));  // given up
 }
 
+TEST(StoreChanges, AReaderThatKeepsTheLogDeletesNoFileOfTheWriter) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  StoreOptions o = small_options();
+  o.background_merge = false;
+  auto writer = SsdStore::open(fs, "/s/a", o);
+  put_range(*writer, 0, 2000);
+  writer->commit("");
+  put_range(*writer, 1000, 3000);
+  writer->merge_all();  // its files are in no manifest yet
+  StoreOptions reading = o;
+  reading.read_only = true;
+  reading.create = false;
+  auto reader = SsdStore::open(fs, "/s/a", reading);
+  CHECK(reader->position().first_page != 0);
+  writer->commit("");
+  reader->keep_log(reader->position(), false);
+  reader.reset();
+  writer.reset();
+  SsdStore::open(fs, "/s/a", o)->check();
+}
+
 TEST(StoreChanges, OneMoreCommitCostsItsRowsOnly) {
   auto fs = std::make_shared<MemFs>();
   fs->make_dir("/s");

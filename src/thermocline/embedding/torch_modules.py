@@ -233,6 +233,8 @@ class EmbeddingBags(torch.nn.ModuleList):
         if len({len(starts) for _, starts in parts}) > 1:
             return None
         starts = np.stack([starts for _, starts in parts])
+        if not starts.shape[1]:
+            return None
         lengths = np.diff(starts)
         if starts[:, 0].any() or (lengths < 0).any() or any(own[-1] != len(ids) for ids, own in parts):
             return None  # a module that is called alone raises

@@ -140,12 +140,12 @@ class ScanAhead:
 
         words   those of a stored row that are needed
         """
-        if not coming or sum(chunk.reading for chunk in self._chunks) > 1:
-            return
         left = [
             chunk for chunk in self._chunks if _fits(chunk, store, dram, words) and not {*chunk.left}.isdisjoint(coming)
         ]
         self._drop([chunk for chunk in self._chunks if chunk not in left])
+        if not coming or sum(chunk.reading for chunk in self._chunks) > 1:
+            return
         known = {part for chunk in self._chunks for part in chunk.left}
         first = next((i for i, part in enumerate(coming) if part not in known), None)
         if first is None:

@@ -109,11 +109,10 @@ def _publish(given: _Settings, open_source: Callable[[], RowSource]) -> Version:
         if version is None:
             tables = [TableRows(rows=source.rows(served, options.get("shared_key")), **options)]
             made = publication.publish_base(tables, **watermark)
-            source.keep_log()
-            return made
-        changes = _changes(source, publication, version, table.name, served, options.get("shared_key"))
-        tables = [TableRows(rows=changes, deleted=changes.deleted, **options)]
-        made = publication.publish_delta(tables, previous=version.number, **watermark)
+        else:
+            changes = _changes(source, publication, version, table.name, served, options.get("shared_key"))
+            tables = [TableRows(rows=changes, deleted=changes.deleted, **options)]
+            made = publication.publish_delta(tables, previous=version.number, **watermark)
         source.keep_log()
         return made
 
