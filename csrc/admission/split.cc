@@ -1,21 +1,22 @@
 #include "admission/split.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <vector>
 
 namespace thermocline {
 namespace {
 
-// Positions with a flag of 1, not 0, ascending. Most batches have few: eight flags are tested at once.
+// Positions with a flag that is not 0, ascending. Most batches have few: eight flags are tested at once.
 std::vector<uint32_t> positions_of(const uint8_t* flags, size_t n) {
   std::vector<uint32_t> found;
   size_t i = 0;
   for (; i + 8 <= n; i += 8) {
     uint64_t eight;
     std::memcpy(&eight, flags + i, 8);
-    for (; eight != 0; eight &= eight - 1) found.push_back(static_cast<uint32_t>(i + std::countr_zero(eight) / 8));
+    if (eight == 0) continue;
+    for (size_t j = i; j < i + 8; ++j)
+      if (flags[j]) found.push_back(static_cast<uint32_t>(j));
   }
   for (; i < n; ++i)
     if (flags[i]) found.push_back(static_cast<uint32_t>(i));

@@ -556,9 +556,9 @@ void Horizon::drop() {
       if (!HorizonEntry::pinned(e.slot) || std::binary_search(kept.begin(), kept.end(), p << 24 | index)) return;
       unpins.add(e, e.slot);
       e.store_slot(HorizonEntry::kAbsent);
+      ++absent_;  // under the lock: release() of this entry subtracts it
     });
   }
-  absent_ += unpins.slots.size();
   unpin(unpins);
 }
 

@@ -186,7 +186,10 @@ bool DramTier::copy_when_loaded(Scratch& s, uint32_t slot, uint8_t* to) {
     ready_.wait(lock, [&] { return !is_loading(meta()[slot].load_state()); });
   }
   const bool loaded = meta()[slot].load_state() != SlotState::kFailed;
-  if (loaded) std::memcpy(to, row(slot), row_bytes_);
+  if (loaded) {
+    std::shared_lock no_erase(erase_mutex_);
+    std::memcpy(to, row(slot), row_bytes_);
+  }
   release(s, &slot, nullptr, 1, false);
   return loaded;
 }

@@ -253,8 +253,10 @@ std::vector<uint64_t> DramTier::dirty_words_of(KeyRange range, bool with_written
   pool_.parallel(tasks, [&](size_t t) {
     for (size_t word = words.size() * t / tasks; word < words.size() * (t + 1) / tasks; ++word) {
       uint64_t dirty = dirty_words()[word].load(std::memory_order_acquire);
-      // After the dirty bits: a bit is set here before it is cleared there.
+      // After the dirty bits: a bit is set here before it is cleared there. After a failed write it is set there again
+      // before it is cleared here: hence the second look.
       if (with_written) dirty |= written_words()[word].load(std::memory_order_acquire);
+      if (with_written) dirty |= dirty_words()[word].load(std::memory_order_acquire);
       uint64_t kept = dirty;
       if (narrow && dirty != 0) kept &= slots_with(prefixes_.as<uint8_t>() + word * 64, first, last);
       for (uint64_t bits = range.all() ? 0 : kept; bits != 0; bits &= bits - 1) {

@@ -131,6 +131,7 @@ class Index {
   // call. They are given up when they exceed `limit` bytes and the base files: to compare all rows reads less then.
   void keep_log(uint64_t seq, uint64_t limit);
   bool keeps_log() const { return kept_from_ != 0; }
+  void forget_log();
   // Extents from `seq` on, those that are kept first. Some may be missing.
   std::vector<std::shared_ptr<const Extent>> extents_from(uint64_t seq) const;
 
@@ -143,7 +144,6 @@ class Index {
   void describe(size_t i, Merge* merge) const;
   void freeze(Merge* merge);
   void drop_merged_extents();
-  void forget_log();
 
   const Geometry g_;
   const double log_ratio_;

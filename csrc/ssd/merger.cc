@@ -85,6 +85,11 @@ uint64_t Merger::limit(uint64_t more_rows, uint64_t more_bytes) {
     return this->room(more_bytes);
   };
   Room room = room_now();
+  if (room.is_short()) {  // the kept log saves time only, when changes are read
+    std::unique_lock lock(index_mutex_);
+    index_.forget_log();
+    room = this->room(more_bytes);
+  }
   if (room.is_short() && room.filter_bytes > 0) {
     give_up_filter(room);
     room = room_now();

@@ -8,13 +8,18 @@
 
 #include "ssd/repair.h"
 #include "ssd/store_test_util.h"
+#include "testing/fault_fs.h"
 #include "testing/mem_fs.h"
 #include "testing/test.h"
+#include "util/error.h"
 #include "util/hash.h"
 
 namespace thermocline {
 namespace {
 
+using testing::Fault;
+using testing::FaultFs;
+using testing::kWrites;
 using testing::MemFs;
 
 constexpr uint64_t kKeys = 3000;
@@ -144,6 +149,36 @@ TEST(StoreChanges, AKeptLogOutlivesMerges) {
   CHECK(!replays(*store, last, oracle));  // given up
 }
 
+TEST(StoreChanges, AFullDiskGetsTheSpaceOfTheKeptLog) {
+  auto fs = std::make_shared<FaultFs>(std::make_shared<MemFs>());
+  fs->make_dir("/s");
+  StoreOptions o = small_options();
+  o.background_merge = false;
+  auto store = SsdStore::open(fs, "/s/a", o);
+  put_range(*store, 0, 2000);
+  store->merge_all();
+  put_range(*store, 0, 100);  // a log
+  const StorePosition position = store->position();
+  store->keep_log(position, false);
+  put_range(*store, 0, 1000);
+  store->merge_all();
+  std::string cause;
+  CHECK(store->changes_since(position, &cause) != nullptr);
+  const uint64_t kept = store->stats().disk_bytes;
+  fs->arm({.fault = Fault::kDiskFull, .ops = kWrites, .at = 0, .for_good = true});
+  bool full = false;
+  for (int i = 0; i < 8 && !full; ++i) {
+    try {
+      put_range(*store, 0, 2000);
+    } catch (const DiskFullError&) {
+      full = true;
+    }
+  }
+  CHECK(full);
+  CHECK(store->stats().disk_bytes < kept);
+  CHECK(store->changes_since(position, &cause) == nullptr);
+}
+
 TEST(StoreChanges, AReaderThatKeepsTheLogDeletesNoFileOfTheWriter) {
   auto fs = std::make_shared<MemFs>();
   fs->make_dir("/s");
@@ -151,6 +186,8 @@ TEST(StoreChanges, AReaderThatKeepsTheLogDeletesNoFileOfTheWriter) {
   o.background_merge = false;
   auto writer = SsdStore::open(fs, "/s/a", o);
   put_range(*writer, 0, 2000);
+  writer->merge_all();
+  put_range(*writer, 0, 100);  // a log
   writer->commit("");
   put_range(*writer, 1000, 3000);
   writer->merge_all();  // its files are in no manifest yet

@@ -78,12 +78,16 @@ void SsdStore::Impl::add(const uint64_t* keys, size_t n, const RowsIn* rows) {
   }
 }
 
-// Runs fn; if it throws, deletes the files it left, because a full disk needs their space.
+// Runs fn; if it throws, deletes the files it left and those of the kept log, because a full disk needs their space.
 template <class Fn>
 auto SsdStore::Impl::collecting(Fn&& fn) {
   try {
     return fn();
   } catch (...) {
+    {
+      std::unique_lock lock(index_mutex_);
+      index_.forget_log();
+    }
     catalog_.collect();
     throw;
   }

@@ -146,6 +146,13 @@ def test_is_first_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert is_first_report("no folder")
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_of_other_tests() -> None:
+    """Destroy the process group that tests of other files with one rank leave in this process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture
 def join_one_rank(monkeypatch: pytest.MonkeyPatch, command_folder: None) -> None:
     """Make runs join torch.distributed as a job of one rank."""

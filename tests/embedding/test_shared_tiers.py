@@ -326,7 +326,7 @@ def test_statistics_are_counted_per_table() -> None:
 @pytest.mark.parametrize("ssd", [False, True], ids=["dram", "ssd"])
 def test_expired_rows_are_those_of_a_separate_table(rule: Any, ssd: bool, tmp_path: Path) -> None:
     scenario = Scenario(11, tc.SGD(lr=0.1), dims=(16,), statistics=["frequency", "last_step"])
-    stored: Any = {"mem": "24KB", "ssd": tmp_path, "lookahead": 0, "table_options": {"ssd_options": SMALL}}
+    stored: Any = {"mem": "20KB", "ssd": tmp_path, "lookahead": 0, "table_options": {"ssd_options": SMALL}}
     ours, theirs, data = scenario.shared(**(stored if ssd else {})), scenario.separate(), batches(3)
     for world in (ours, theirs):
         train(world, data, used=0.7)

@@ -47,8 +47,8 @@ STORE = [
     CppMutant(
         "puts wait for the syncs of a commit",
         "ssd/store.cc",
-        "  {\n    std::lock_guard write(write_mutex_);  // not held below: puts go on during the syncs\n",
-        "  std::lock_guard write(write_mutex_);\n  {\n",
+        "  {\n    const auto write = begin_write();  // not held below: puts go on during the syncs\n",
+        "  const auto write = begin_write();\n  {\n",
         "Store.NothingWaits",
     ),
     CppMutant(

@@ -61,7 +61,8 @@ class MergedTable(Table):
         return _covering(plan.bags, spec)
 
     def _with_others(self, batch: Batch, specs: Sequence[BagSpec] | None, *, trained: bool) -> Sequence[BagSpec]:
-        if specs and batch.fields == 1 and batch.names is not None:  # of a module of `tc.nn`; another's has a plan per bag
+        # A batch of a module of `tc.nn`. Another one of one named field has a plan for each bag.
+        if specs and batch.fields == 1 and batch.names is not None:
             return specs
         planned = self._bags.specs(trained=trained or None, batch=batch)
         wanted = dict.fromkeys(_covering(planned, spec) or spec for spec in specs or ())
