@@ -6,7 +6,7 @@ PYTHON = $(VENV_PYTHON)
 BUILD = build
 JOBS := $(shell nproc)
 # More workers than cores: tests wait for disks, ranks and timeouts. An idle worker takes tests of another.
-WORKERS := $(shell echo $$((2 * $(JOBS))))
+WORKERS := $(shell echo $$(($(JOBS) + ($(JOBS) + 1) / 2)))
 PYTEST = $(PYTHON) -m pytest -n $(WORKERS) --dist worksteal
 TEST_PY = $(PYTEST) -m "not faults and not long"
 # Evaluated when a recipe runs, after setup.

@@ -35,10 +35,9 @@ def heartbeat() -> Iterator[Heartbeat]:
 
 
 @pytest.fixture
-def make_group(request: pytest.FixtureRequest, heartbeat: Heartbeat) -> Iterator[Any]:
+def make_group(request: pytest.FixtureRequest, heartbeat: Heartbeat, no_process_group: None) -> Iterator[Any]:
     """Initialize torch.distributed as a job of one rank does; yields a function that makes one more group."""
     gpu = request.getfixturevalue("device") == "cuda"
-    assert not dist.is_initialized()
     initialize_torch(ONE, None, 30.0, gpu)
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     yield lambda: TorchGroup(dist.new_group([0], backend=backend), heartbeat)

@@ -146,15 +146,8 @@ def test_is_first_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert is_first_report("no folder")
 
 
-@pytest.fixture(autouse=True)
-def no_process_group_of_other_tests() -> None:
-    """Destroy the process group that tests of other files with one rank leave in this process."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @pytest.fixture
-def join_one_rank(monkeypatch: pytest.MonkeyPatch, command_folder: None) -> None:
+def join_one_rank(monkeypatch: pytest.MonkeyPatch, command_folder: None, no_process_group: None) -> None:
     """Make runs join torch.distributed as a job of one rank."""
     monkeypatch.setattr(run_module, "saved_by_ranks", lambda run_dir: True)
 
@@ -186,7 +179,7 @@ def test_close_destroys_the_process_group(join_one_rank: None) -> None:
     assert not dist.is_initialized()
 
 
-def test_failed_groups_destroy_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_groups_destroy_the_process_group(monkeypatch: pytest.MonkeyPatch, no_process_group: None) -> None:
     def fail(*args: Any, **options: Any) -> None:
         raise RuntimeError("creating groups failed")
 
