@@ -74,8 +74,8 @@ void DramTier::for_each_lookup(const uint64_t* keys, size_t begin, size_t end, c
   }
 }
 
-// The same for a tier that evicts nothing, in the order of the keys: without mutexes, except for a key whose row is not
-// found without one. At most kUnlockedKeys keys. The caller excludes erase().
+// for_each_lookup for a tier that evicts nothing, in the order of the keys: takes a mutex only for a key whose row is
+// not found without one. At most kUnlockedKeys keys. The caller excludes erase().
 template <typename Prefetch, typename Visit>
 void DramTier::for_each_unlocked(const uint64_t* keys, size_t begin, size_t end, const Prefetch& prefetch,
                                  const Visit& visit) {

@@ -110,7 +110,7 @@ class SsdStore : public RowStore {
    public:
     virtual ~Scan() = default;
     virtual size_t next(size_t max_rows, uint64_t* keys, uint8_t* rows) = 0;  // 0: end
-    // Of a scan that follows its range: the keys of `part`, a part of the range, that were put or deleted since the
+    // Gives, for a scan that follows its range, the keys of `part`, a part of it, that were put or deleted since the
     // scan began, each once, with its newest row. Returns their number; writes nothing if that is more than `max`. Of a
     // put() that runs meanwhile, some rows may be missing. nullopt: too many rows have changed to be kept.
     virtual std::optional<size_t> changed(KeyRange part, size_t max, uint64_t* keys, uint8_t* rows,

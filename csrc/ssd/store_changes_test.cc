@@ -149,15 +149,25 @@ TEST(StoreChanges, AKeptLogOutlivesMerges) {
   CHECK(!replays(*store, last, oracle));  // given up
 }
 
-TEST(StoreChanges, AFullDiskGetsTheSpaceOfTheKeptLog) {
-  auto fs = std::make_shared<FaultFs>(std::make_shared<MemFs>());
-  fs->make_dir("/s");
+StoreOptions merging_on_request() {
   StoreOptions o = small_options();
   o.background_merge = false;
-  auto store = SsdStore::open(fs, "/s/a", o);
+  return o;
+}
+
+// A store with base files and a log.
+std::shared_ptr<SsdStore> open_with_log(const std::shared_ptr<FileSystem>& fs) {
+  fs->make_dir("/s");
+  auto store = SsdStore::open(fs, "/s/a", merging_on_request());
   put_range(*store, 0, 2000);
   store->merge_all();
-  put_range(*store, 0, 100);  // a log
+  put_range(*store, 0, 100);
+  return store;
+}
+
+TEST(StoreChanges, AFullDiskGetsTheSpaceOfTheKeptLog) {
+  auto fs = std::make_shared<FaultFs>(std::make_shared<MemFs>());
+  auto store = open_with_log(fs);
   const StorePosition position = store->position();
   store->keep_log(position, false);
   put_range(*store, 0, 1000);
@@ -181,17 +191,11 @@ TEST(StoreChanges, AFullDiskGetsTheSpaceOfTheKeptLog) {
 
 TEST(StoreChanges, AReaderThatKeepsTheLogDeletesNoFileOfTheWriter) {
   auto fs = std::make_shared<MemFs>();
-  fs->make_dir("/s");
-  StoreOptions o = small_options();
-  o.background_merge = false;
-  auto writer = SsdStore::open(fs, "/s/a", o);
-  put_range(*writer, 0, 2000);
-  writer->merge_all();
-  put_range(*writer, 0, 100);  // a log
+  auto writer = open_with_log(fs);
   writer->commit("");
   put_range(*writer, 1000, 3000);
   writer->merge_all();  // its files are in no manifest yet
-  StoreOptions reading = o;
+  StoreOptions reading = merging_on_request();
   reading.read_only = true;
   reading.create = false;
   auto reader = SsdStore::open(fs, "/s/a", reading);
@@ -200,7 +204,7 @@ TEST(StoreChanges, AReaderThatKeepsTheLogDeletesNoFileOfTheWriter) {
   reader->keep_log(reader->position(), false);
   reader.reset();
   writer.reset();
-  SsdStore::open(fs, "/s/a", o)->check();
+  SsdStore::open(fs, "/s/a", merging_on_request())->check();
 }
 
 TEST(StoreChanges, OneMoreCommitCostsItsRowsOnly) {

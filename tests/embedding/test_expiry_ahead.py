@@ -91,7 +91,7 @@ def test_a_step_waits_for_the_scan(
 
 
 def test_rows_and_commits_between_the_scan_and_the_step(tmp_path: Path) -> None:
-    """What is exported and saved then has every row whose turn has not come; another expiry in between is exact."""
+    """Exports and saves then have every row whose turn has not come; another expiry in between is exact."""
     rule = tc.Expiry(every=12, spread=6, unused_steps=5)
     tables = [make_table("reference", "", expiry=rule), make_table("ssd", tmp_path, expiry=rule)]
     bags = [tc.EmbeddingBag(table, 2) for table in tables]
