@@ -98,6 +98,7 @@ class SteadyMeter:
             "seconds": time.perf_counter() - self._begin, "cpu_seconds": time.process_time(),
             "batches": self._batches, "examples": self._examples,
             "mem_hits": mem.hits, "mem_all": mem.hits + mem.misses,
+            "puts": mem.puts, "puts_in_pulls": mem.puts_in_pulls, "evictions": mem.evictions, "pinned": mem.pinned,
         }  # fmt: skip
         if hbm is not None:
             top = hbm.stats()
@@ -108,7 +109,8 @@ class SteadyMeter:
         if store is not None:
             ssd = store.stats()
             counts |= {name: getattr(ssd, name) for name in ("bytes_read", "reads", "bytes_written", "merges")}
-            counts |= {"disk_bytes": ssd.disk_bytes, "keys_read": ssd.keys_read}
+            counts |= {"disk_bytes": ssd.disk_bytes, "keys_read": ssd.keys_read, "stall_seconds": ssd.stall_seconds}
+            counts |= {"log_bytes": ssd.log_bytes, "merge_bytes_read": ssd.merge_bytes_read}
         return counts
 
     def record(self) -> Json:

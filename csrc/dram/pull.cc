@@ -270,7 +270,7 @@ void DramTier::unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t
 }
 
 void DramTier::release(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, bool dirty,
-                       const uint8_t* batches) {
+                       const uint8_t* batches, bool by_visits) {
   std::atomic<bool> misuse{false};
   for_slot_groups(s, slots, keys, n, [&](Shard& shard, const Probe* probes, size_t m) {
     for (size_t j = 0; j < m; ++j) {
@@ -281,7 +281,7 @@ void DramTier::release(Scratch& s, const uint32_t* slots, const uint64_t* keys, 
         continue;
       }
       if (dirty) set_dirty(slot);
-      if (shard.unpin(slot, batches ? batches[i] : 0)) {
+      if (shard.unpin(slot, batches ? batches[i] : by_visits)) {
         meta()[slot].store_state(SlotState::kFree);
         push_free(&slot, 1);
       }

@@ -211,8 +211,9 @@ class DramTier {
   // Returns false, and leaves no pin, if another thread failed to load one of the rows: this thread then loads it, so
   // that it raises the store's error itself.
   bool try_acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given, Purpose purpose);
+  // `batches`: see Shard::unpin(); null: 1 for all if `by_visits`, else 0.
   void release(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, bool dirty,
-               const uint8_t* batches = nullptr);
+               const uint8_t* batches = nullptr, bool by_visits = false);
   void roll_back(Scratch& s, const uint32_t* slots, size_t n);
   void require_capacity(size_t needed, size_t missing);
   [[noreturn]] void throw_over_budget(size_t needed, size_t missing, size_t available) const;

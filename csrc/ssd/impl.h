@@ -124,7 +124,8 @@ class SsdStore::Impl {
   uint64_t buffer_memory() const;
   uint64_t base_bytes() const;
   class GetPlans;
-  size_t prepare_lookup(size_t n);  // returns the number of threads of a lookup of n keys
+  size_t prepare_lookup(size_t n);      // returns the number of threads of a lookup of n keys
+  uint64_t piece_span(size_t n) const;  // KeyPieces: `span` of a lookup of n keys
   // Copies the rows that are in the buffer and removes their items. The caller holds the index lock.
   void take_from_buffer(ssd::ReadPlan& plan, const ssd::RowsWanted& wanted) const;
   void check_invariants();

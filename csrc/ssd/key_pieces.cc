@@ -15,13 +15,13 @@ constexpr size_t kPrefetchAhead = 16;
 
 }  // namespace
 
-KeyPieces::KeyPieces(const uint64_t* keys, size_t n, size_t workers, size_t least, ThreadPool& pool)
+KeyPieces::KeyPieces(const uint64_t* keys, size_t n, size_t workers, size_t least, uint64_t span, ThreadPool& pool)
     : keys_(keys),
       n_(n),
       workers_(workers),
       least_(std::clamp(n / (16 * workers), least, std::max(least, kLeastMost))) {
   if (n > kMostKeys) {
-    divide(pool);
+    divide(span, pool);
     return;
   }
   sorted_.resize(n);
@@ -31,7 +31,7 @@ KeyPieces::KeyPieces(const uint64_t* keys, size_t n, size_t workers, size_t leas
 
 // A counting sort of the keys by the upper bits of their hash, relative to the least one: callers that look up a range
 // of hashes at a time get groups as small as others.
-void KeyPieces::divide(ThreadPool& pool) {
+void KeyPieces::divide(uint64_t span, ThreadPool& pool) {
   const size_t ranges = std::clamp<size_t>(n_ / kRangeKeys, 1, workers_);
   auto first = [&](size_t range) { return n_ * range / ranges; };
   std::vector<uint64_t> least(ranges), greatest(ranges);
@@ -47,6 +47,10 @@ void KeyPieces::divide(ThreadPool& pool) {
   });
   const uint64_t lo = *std::min_element(least.begin(), least.end());
   const uint64_t hi = *std::max_element(greatest.begin(), greatest.end());
+
+  const double share = std::min(1.0, static_cast<double>(span) / (static_cast<double>(hi - lo) + 1));
+  const auto wide = static_cast<size_t>(share * static_cast<double>(n_));
+  least_ = std::max(least_, std::min({wide, n_ / workers_, kMostSpanKeys}));
 
   int bits = std::min<int>(std::bit_width(n_ / kGroupKeys), 12);  // more groups scatter over too many pages of memory
   while (bits < 16 && (n_ >> bits) > kMostKeys / 2) ++bits;
@@ -77,7 +81,7 @@ bool KeyPieces::claim(size_t* begin, size_t* end) {
   std::lock_guard lock(mutex_);
   if (taken_ == n_) return false;
   const size_t share = workers_ == 1 ? kMostKeys : (n_ - taken_) / (4 * workers_);
-  const size_t want = std::clamp(share, least_, kMostKeys);
+  const size_t want = std::clamp(share, least_, std::max(least_, kMostKeys));
   *begin = taken_;
   if (!order_) {
     taken_ = std::min(n_, taken_ + want);

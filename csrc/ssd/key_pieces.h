@@ -18,11 +18,14 @@ namespace thermocline::ssd {
 // Thread safety: next() and left() may run concurrently. The keys must not change.
 class KeyPieces {
  public:
-  static constexpr size_t kMostKeys = 16384;  // of one piece
+  static constexpr size_t kMostKeys = 16384;      // of one piece, usually
+  static constexpr size_t kMostSpanKeys = 65536;  // of one piece that is larger because of `span`
 
-  // For `workers` threads that call next(); the division runs on the pool. `least`: keys of the smallest piece. Larger
-  // lookups have larger ones: each extent of the log is in hash order, so pieces read its pages at their borders again.
-  KeyPieces(const uint64_t* keys, size_t n, size_t workers, size_t least, ThreadPool& pool);
+  // For `workers` threads that call next(); the division runs on the pool. `least`: keys of the smallest piece. `span`:
+  // hashes of the smallest piece of a lookup of more than kMostKeys keys, as far as every worker gets a piece. Each
+  // extent of the log is in hash order: a piece makes a read in every extent, and pages at its borders are read twice,
+  // so pieces of a dense lookup must not be narrow.
+  KeyPieces(const uint64_t* keys, size_t n, size_t workers, size_t least, uint64_t span, ThreadPool& pool);
 
   // Fills `items` with the next piece, sorted by hash. False: none is left. `scratch` is working memory. Pieces become
   // smaller towards the end, so that all threads finish together.
@@ -31,11 +34,12 @@ class KeyPieces {
   uint64_t memory() const;  // the most that was in use
 
  private:
-  void divide(ThreadPool& pool);
+  void divide(uint64_t span, ThreadPool& pool);
   bool claim(size_t* begin, size_t* end);
 
   const uint64_t* const keys_;
-  const size_t n_, workers_, least_;
+  const size_t n_, workers_;
+  size_t least_;                       // constant after construction
   std::vector<Item> sorted_;           // all keys, if they are at most kMostKeys
   std::unique_ptr<uint32_t[]> order_;  // else: the indices of all keys, grouped by ranges of hashes in ascending order
   std::vector<uint32_t> ends_;         // of the groups in order_

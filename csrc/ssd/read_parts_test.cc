@@ -17,9 +17,9 @@ namespace thermocline::ssd {
 namespace {
 
 // Takes all pieces on several threads. Checks that every key is in one piece, at its place in the order.
-std::vector<std::vector<Item>> all_pieces(const std::vector<uint64_t>& keys, size_t workers) {
+std::vector<std::vector<Item>> all_pieces(const std::vector<uint64_t>& keys, size_t workers, uint64_t span = 0) {
   ThreadPool pool(static_cast<int>(workers));
-  KeyPieces pieces(keys.data(), keys.size(), workers, 128, pool);
+  KeyPieces pieces(keys.data(), keys.size(), workers, 128, span, pool);
   std::vector<std::vector<std::vector<Item>>> taken(workers);
   pool.parallel(workers, [&](size_t w) {
     std::vector<Item> items, scratch;
@@ -32,7 +32,7 @@ std::vector<std::vector<Item>> all_pieces(const std::vector<uint64_t>& keys, siz
   for (auto& of_worker : taken) all.insert(all.end(), of_worker.begin(), of_worker.end());
   std::vector<bool> seen(keys.size());
   for (auto& piece : all) {
-    CHECK(!piece.empty() && piece.size() <= KeyPieces::kMostKeys);
+    CHECK(!piece.empty() && piece.size() <= (span ? KeyPieces::kMostSpanKeys : KeyPieces::kMostKeys));
     for (size_t i = 0; i < piece.size(); ++i) {
       CHECK(!seen[piece[i].index] && piece[i].hash == hash_key(keys[piece[i].index]));
       seen[piece[i].index] = true;
@@ -67,6 +67,24 @@ TEST(StoreKeyPieces, KeysOfANarrowRangeOfHashesAreDivided) {
     if (hash_key(key) >> 57 == 3) keys.push_back(key);
   }
   for (auto& piece : all_pieces(keys, 2)) CHECK(piece.size() <= 6000);
+}
+
+// With a span, pieces have at least this many hashes, as far as every worker gets one.
+TEST(StoreKeyPieces, PiecesOfADenseLookupAreNotNarrow) {
+  std::mt19937_64 random(5);
+  std::vector<uint64_t> keys;
+  while (keys.size() < 160000) {
+    const uint64_t key = random();
+    if (hash_key(key) >> 62 == 1) keys.push_back(key);
+  }
+  const auto count = [&](size_t workers, uint64_t span) { return all_pieces(keys, workers, span).size(); };
+  CHECK(count(4, 0) >= 40);
+  CHECK(count(4, uint64_t{1} << 40) >= 40);            // narrower than the usual pieces
+  const size_t eighths = count(4, uint64_t{1} << 59);  // an eighth of the keys: 20,000
+  CHECK(eighths >= 8 && eighths <= 10);
+  const size_t one_each = count(4, UINT64_MAX);
+  CHECK(one_each >= 4 && one_each <= 6);
+  CHECK(count(1, UINT64_MAX) == 3);  // at most kMostSpanKeys
 }
 
 TEST(StoreKeyPieces, RepeatedKeysAreDividedToo) {

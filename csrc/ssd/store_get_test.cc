@@ -196,7 +196,7 @@ TEST(StoreGet, WorkingMemoryIsFourBytesPerKeyAndABoundPerThread) {
   std::mt19937_64 random(7);
   for (auto& key : keys) key = random() % kKeys;
   std::vector<uint8_t> found(keys.size()), rows(keys.size() * kRow);
-  constexpr uint64_t kPerThread = 13u << 18;  // three pieces of 16,384 keys, one of them in planning
+  constexpr uint64_t kPerThread = 8u << 20;  // a piece of 65,536 keys in planning, beside smaller ones
   for (size_t n : {500000, 2000000}) {
     store->get(keys.data(), n, found.data(), {rows.data(), kRow});
     const uint64_t scratch = store->stats().get_scratch_peak;

@@ -11,6 +11,7 @@ using namespace ssd;
 
 namespace {
 constexpr size_t kMeasureFrom = 4096;  // keys that justify measuring the device
+constexpr uint64_t kSpanPages = 8;     // of an extent, for the least piece of a large lookup
 }  // namespace
 
 // The parts of a get(): pieces of its keys, planned by the worker that reads them.
@@ -73,6 +74,15 @@ size_t SsdStore::Impl::prepare_lookup(size_t n) {
   return reader_.workers_for(n);
 }
 
+uint64_t SsdStore::Impl::piece_span(size_t n) const {
+  if (n <= KeyPieces::kMostKeys) return 0;
+  std::shared_lock lock(index_mutex_);
+  const uint64_t pages = index_.log_bytes() / ctx.g.page_bytes;
+  if (pages == 0) return 0;
+  const double share = static_cast<double>(kSpanPages * index_.extents()) / static_cast<double>(pages);
+  return share >= 1 ? UINT64_MAX : static_cast<uint64_t>(share * 0x1p64);
+}
+
 void SsdStore::Impl::get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut rows) {
   auto life = alive();
   if (n == 0) return;
@@ -80,7 +90,7 @@ void SsdStore::Impl::get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut
   const size_t workers = prepare_lookup(n);
   const auto start = std::chrono::steady_clock::now();
   const RowsWanted wanted{keys, found, rows};
-  KeyPieces pieces(keys, n, workers, reader_.least_piece(), reader_.pool());
+  KeyPieces pieces(keys, n, workers, reader_.least_piece(), piece_span(n), reader_.pool());
   GetPlans plans(*this, wanted, pieces);
   reader_.read(plans, workers, wanted);
   if (n >= kMeasureFrom)
@@ -90,7 +100,7 @@ void SsdStore::Impl::get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut
 double SsdStore::Impl::read_floor(const uint64_t* keys, size_t n) {
   auto life = alive();
   const size_t workers = prepare_lookup(n);
-  KeyPieces pieces(keys, n, workers, reader_.least_piece(), reader_.pool());
+  KeyPieces pieces(keys, n, workers, reader_.least_piece(), piece_span(n), reader_.pool());
   std::vector<ReadPlan> plans;
   PlanScratch scratch;
   for (ReadPlan plan; pieces.next(plan.items, scratch.items); plan = {}) {

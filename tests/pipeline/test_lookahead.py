@@ -289,11 +289,35 @@ def test_a_batch_ahead_that_is_freed_without_release_unpins_its_rows(tmp_path: P
     table.dram.check()
 
 
+def tier_above(*, resident: int, write_back: Callable[[], None]) -> Any:
+    """An HBM tier that has all rows, or none, and rows on their way down until `write_back`."""
+    return types.SimpleNamespace(
+        resident=lambda keys: np.full(len(keys), resident, np.uint8),
+        wait_for_write_back=write_back,
+        stats=lambda: types.SimpleNamespace(from_ssd=0),
+    )
+
+
+def test_rows_on_their_way_down_are_not_read_from_the_store(tmp_path: Path) -> None:
+    """Their write-back would wait until the whole part is read."""
+    table = make_table(tmp_path / "a", rows=1500)
+    keys = np.arange(100, dtype=np.uint64)
+    rows = np.ones((len(keys), table.dram.row_bytes // 4), np.float32)
+    above = tier_above(resident=0, write_back=lambda: table.dram.push_stored(keys, rows, dirty=True, unique=True))
+    horizon = DramHorizon(table, training=True, above=above)
+    batch = horizon.add_keys(keys)
+    while batch.to_visit:
+        assert horizon.load()
+    assert table.dram.loaded_ahead == 0
+    np.testing.assert_array_equal(table.dram.read_stored(keys), rows)
+    horizon.drop()
+    batch.release()
+    table.dram.check()
+
+
 def test_rows_of_the_tier_above_need_no_room_in_dram(tmp_path: Path) -> None:
     table = make_table(tmp_path / "a", rows=1500)
-    above: Any = types.SimpleNamespace(
-        resident=lambda keys: np.ones(len(keys), np.uint8), stats=lambda: types.SimpleNamespace(from_ssd=0)
-    )
+    above = tier_above(resident=1, write_back=lambda: None)
     for tier, full in ((above, False), (None, True)):
         horizon = DramHorizon(table, training=True, above=tier)
         batch = horizon.add_keys(np.arange(table.dram.capacity * 15 // 16, dtype=np.uint64))

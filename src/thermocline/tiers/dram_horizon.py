@@ -25,9 +25,9 @@ from thermocline.tiers.dram import DramTier
 if TYPE_CHECKING:
     from thermocline.tiers.hbm import HbmTier
 
-_PART_KEYS = 1 << 18
-"""Most keys of one call of the tier: few enough to stop within a fraction of a second. Parts follow each other in hash
-order, so their size does not change what is read."""
+_PART_KEYS = 1 << 20
+"""Most keys of one call of the tier: few enough to stop within about a second. Parts follow each other in hash order, so
+their size does not change which pages of base files are read, but every part reads in every extent of the log."""
 _LEAST_PARTS = 1
 """Parts that are loaded at once, also in a small tier. With two, one reads the store while the rows of the other are
 pinned, evicted or published."""
@@ -185,7 +185,12 @@ class DramHorizon:
         if len(part) == 0:
             return False
         # Without the lock: the tier above may wait for a write-back, which may wait in `drop`.
-        skip = None if self._above is None else self._above.resident(part.keys())
+        skip = None
+        if self._above is not None:
+            skip = self._above.resident(part.keys())
+            # Rows on their way down are in neither tier: to load them would read old rows, and their write-back would
+            # wait until the whole part is read.
+            self._above.wait_for_write_back()
         if not self._fits(len(part)) and (not self._wait(0) or not self._fits(len(part))):
             raise BudgetError(
                 f"look-ahead: {self._dram.pinned} rows of {self._dram.capacity} are pinned: "

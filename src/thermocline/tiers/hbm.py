@@ -419,6 +419,10 @@ class HbmTier:
         with self._planned():
             return (find(self.index, self._upload(keys)) >= 0).to(torch.uint8).cpu().numpy()
 
+    def wait_for_write_back(self) -> None:
+        """Wait until the DRAM tier has the rows that were evicted so far. Any thread."""
+        self._transfer.wait_for_write_back()
+
     # ---- called by training, on its stream
 
     def record_use(self) -> None:

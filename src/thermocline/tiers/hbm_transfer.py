@@ -184,6 +184,11 @@ class RowTransfer:
                 if stream is not None:
                     current_stream(self._arena.device).wait_stream(stream)
 
+    def wait_for_write_back(self) -> None:
+        """Wait for the write-backs submitted so far. Their errors are raised by the load or call that needs the rows."""
+        if (write_back := self._last_write_back) is not None:
+            concurrent.futures.wait([write_back])
+
     def _load_next(self) -> None:
         pending = self._queue[0]
         try:
