@@ -97,11 +97,13 @@ void DramTier::wait_until_written(uint32_t slot) {
 void DramTier::keep_reserve(size_t taken) {
   if (plan_.staged_rows == 0) return;
   if (!options_.write_ahead) {
-    // Two pulls of the size of recent ones; a large one is forgotten within some tens of pulls.
+    // Three pulls of the size of recent ones: two parts of a look-ahead are loaded at once. A large pull is forgotten
+    // when eight times its rows have been taken since, not after some pulls: between two parts there are many small
+    // ones.
     const size_t before = recent_taken_;  // read once: another pull may change it
-    const size_t recent = std::max(taken, before - before / 8);
+    const size_t recent = std::max(taken, before - std::min(before, taken / 8));
     recent_taken_ = recent;
-    reserve_ = std::clamp<size_t>(2 * recent, plan_.capacity / 16, plan_.capacity / 4);
+    reserve_ = std::clamp<size_t>(3 * recent, plan_.capacity / 16, plan_.capacity / 4);
   }
   if (taken_since_pass_.fetch_add(taken) + taken < reserve_ / 2) return;
   {

@@ -10,6 +10,7 @@ namespace {
 
 constexpr size_t kGroupKeys = 512;   // about, of one group
 constexpr size_t kLeastMost = 2048;  // the last pieces of the largest lookups
+constexpr size_t kLeastWide = 4;     // pieces that are larger because of `span`
 constexpr size_t kRangeKeys = 32768;
 constexpr size_t kPrefetchAhead = 16;
 
@@ -50,7 +51,9 @@ void KeyPieces::divide(uint64_t span, ThreadPool& pool) {
 
   const double share = std::min(1.0, static_cast<double>(span) / (static_cast<double>(hi - lo) + 1));
   const auto wide = static_cast<size_t>(share * static_cast<double>(n_));
-  least_ = std::max(least_, std::min({wide, n_ / workers_, kMostSpanKeys}));
+  const size_t most = std::max(n_ / workers_, std::min(n_ / kLeastWide, 2 * kMostKeys));
+  wide_ = std::min({wide, most, kMostSpanKeys}) > kMostKeys;
+  if (wide_) least_ = std::min({wide, most, kMostSpanKeys});
 
   int bits = std::min<int>(std::bit_width(n_ / kGroupKeys), 12);  // more groups scatter over too many pages of memory
   while (bits < 16 && (n_ >> bits) > kMostKeys / 2) ++bits;

@@ -13,6 +13,8 @@ namespace {
 
 constexpr size_t kPrefetchAhead = 8;     // rows
 constexpr uint64_t kEnoughPages = 4096;  // of a file that is probed
+constexpr size_t kFlightBytes =
+    8u << 20;  // in flight per lookup: enough for any device, and others wait less behind it
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -44,13 +46,14 @@ class MadePlans : public PlanSource {
 class Reader::Worker {
  public:
   // `stop` is set when a worker fails.
-  Worker(Reader& reader, PlanSource& source, const RowsWanted* wanted, size_t max_in_flight,
+  Worker(Reader& reader, PlanSource& source, const RowsWanted* wanted, size_t max_in_flight, size_t max_bytes,
          const std::atomic<bool>& stop)
       : reader_(reader),
         ctx_(reader.ctx_),
         source_(source),
         wanted_(wanted),
         max_in_flight_(max_in_flight),
+        max_bytes_(max_bytes),
         stop_(stop) {}
 
   void run() {
@@ -99,7 +102,7 @@ class Reader::Worker {
 
   // The part after the one that is being submitted is planned ahead.
   bool must_plan() {
-    if (exhausted_) return false;
+    if (exhausted_ || (!active_.empty() && !source_.ahead())) return false;
     size_t items = 0, waiting = 0;
     for (auto& part : active_) {
       items += part->plan.items.size();
@@ -171,11 +174,13 @@ class Reader::Worker {
         if (in_flight_ == max_in_flight_) return true;
         const ReadRequest request = next_request(part.plan, part.submitted);
         const uint32_t bytes = request.pages * ctx_.g.page_bytes;
+        if (in_flight_ > 0 && bytes_in_flight_ + bytes > max_bytes_) return true;
         const int slot = channel.take(bytes);
         if (slot < 0) return true;
         part.submitted = request.end_lookup;
         ++part.in_flight;
         ++in_flight_;
+        bytes_in_flight_ += bytes;
         ++reads_;
         bytes_ += bytes;
         flights_[static_cast<size_t>(slot)] = {&part, request};
@@ -208,6 +213,7 @@ class Reader::Worker {
 
   void arrived(const Flight& flight, const uint8_t* bytes) {
     --in_flight_;
+    bytes_in_flight_ -= size_t{flight.request.pages} * ctx_.g.page_bytes;
     if (wanted_) copy_rows(*flight.part, flight.request, bytes);
     if (--flight.part->in_flight == 0 && flight.part->all_submitted()) finish(flight.part);
   }
@@ -283,13 +289,13 @@ class Reader::Worker {
   const Context& ctx_;
   PlanSource& source_;
   const RowsWanted* const wanted_;
-  const size_t max_in_flight_;
+  const size_t max_in_flight_, max_bytes_;
   const std::atomic<bool>& stop_;
 
   bool exhausted_ = false;
   PlanScratch scratch_;
   std::vector<std::unique_ptr<Part>> active_, idle_;          // active: in the order of submission
-  size_t in_flight_ = 0;                                      // requests
+  size_t in_flight_ = 0, bytes_in_flight_ = 0;                // requests, and their bytes
   uint64_t reads_ = 0, bytes_ = 0, pages_ = 0;                // not yet counted
   std::array<Flight, BufferSizes::kMaxReadSlots> flights_{};  // by first slot
   std::optional<ReadChannels::Lease> lease_;                  // destroyed first: it waits for the reads in flight
@@ -323,7 +329,7 @@ void Reader::read(PlanSource& source, size_t workers, const RowsWanted* wanted) 
   std::atomic<bool> stop{false};
   std::atomic<uint64_t> scratch{source.memory()};
   pool_.parallel(workers, [&](size_t) {
-    Worker worker(*this, source, wanted, max_in_flight(workers), stop);
+    Worker worker(*this, source, wanted, max_in_flight(workers), kFlightBytes / workers, stop);
     try {
       worker.run();
     } catch (...) {

@@ -32,7 +32,8 @@ class PlanSource {
   virtual ~PlanSource() = default;
   // Fills an empty plan with the next part. False: none is left.
   virtual bool next(ReadPlan& plan, PlanScratch& scratch) = 0;
-  virtual bool left() const = 0;  // whether next() would return a part
+  virtual bool left() const = 0;               // whether next() would return a part
+  virtual bool ahead() const { return true; }  // whether a worker may take a part while it reads another one
   // Plans items that were not on their page again: plan.items, before_page and copies are set.
   virtual void plan_again(ReadPlan& plan, PlanScratch& scratch) = 0;
   virtual uint64_t memory() const { return 0; }

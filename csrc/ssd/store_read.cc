@@ -32,6 +32,7 @@ class SsdStore::Impl::GetPlans : public PlanSource {
     return true;
   }
   bool left() const override { return pieces_.left(); }
+  bool ahead() const override { return !pieces_.wide(); }
   void plan_again(ReadPlan& plan, PlanScratch& scratch) override {
     {
       std::shared_lock lock(store_.index_mutex_);

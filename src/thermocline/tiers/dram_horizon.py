@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from thermocline.tiers.hbm import HbmTier
 
 _PART_KEYS = 1 << 20
-"""Most keys of one call of the tier: few enough to stop within about a second. Parts follow each other in hash order, so
+"""Most keys of one call of the tier: few enough to stop within about a second. Parts follow each other in hash order:
 their size does not change which pages of base files are read, but every part reads in every extent of the log."""
 _LEAST_PARTS = 1
 """Parts that are loaded at once, also in a small tier. With two, one reads the store while the rows of the other are

@@ -185,7 +185,7 @@ class RowTransfer:
                     current_stream(self._arena.device).wait_stream(stream)
 
     def wait_for_write_back(self) -> None:
-        """Wait for the write-backs submitted so far. Their errors are raised by the load or call that needs the rows."""
+        """Wait for the write-backs submitted so far. A call that needs their rows raises their errors."""
         if (write_back := self._last_write_back) is not None:
             concurrent.futures.wait([write_back])
 
