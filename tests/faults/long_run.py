@@ -127,11 +127,17 @@ def beside(script: str) -> Any:
     return importlib.import_module(script)
 
 
+def planted_bugs(script: str) -> list[Any]:
+    """Return the list of mutants.py or mutants_python.py."""
+    mutants: list[Any] = beside(script).MUTANTS
+    return mutants
+
+
 def mutant_units(script: str, *options: str) -> list[Unit]:
     """Return a unit per planted bug in C++, whose build is kept, and per test that has to detect bugs in Python."""
     program = str(Path(__file__).with_name(f"{script}.py"))
     names: dict[str, list[str]] = {}
-    for mutant in beside(script).MUTANTS:
+    for mutant in planted_bugs(script):
         names.setdefault(getattr(mutant, "tests", mutant.name), []).append(mutant.name)
     return [Unit(f"{script} {name}", (sys.executable, program, *options, *bugs)) for name, bugs in names.items()]
 
