@@ -155,4 +155,11 @@ CHANGES = [
         "      visit(shard_of(j), begin + j, kNoSlot);\n",
         "DramTier.KeysWithEqualTags",
     ),
+    CppMutant(
+        "a deletion waits until no read is in progress",
+        "dram/tier.h",
+        "  FairMutex erase_mutex_;",
+        "  std::shared_mutex erase_mutex_;",
+        "DramTierStress.EraseEnds",
+    ),
 ]
