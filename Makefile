@@ -24,7 +24,7 @@ FUZZ_PARSE_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/data/parse*.cc)) csr
 FUZZ_STORE_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/ssd/*.cc csrc/util/*.cc)) csrc/testing/mem_fs.cc \
   csrc/ssd/files_fuzz_test.cc
 
-.PHONY: cpp-tests asan-tests tsan-tests demo demo-online reproduce test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize \
+.PHONY: cpp-tests asan-tests tsan-tests asan-python-tests tsan-python-tests demo demo-online reproduce test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize \
   test-tsan test-asan test-long-part soak programs fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 redis-server setup browser docs notebooks \
   wheels wheel-trial
 
@@ -131,11 +131,11 @@ test-long: build-inplace cpp-tests
 	THERMOCLINE_LONG=1 $(PYTEST) -m "faults or long" --timeout 0
 
 # A part of test-long, test-sanitize and the planted bugs of at most 55 minutes; the same command continues. KINDS: see
-# tests/faults/long_run.py; cpp, asan and tsan build the tests that they need. Results, which git tracks:
+# tests/faults/long_run.py; cpp, asan, tsan, asan-python and tsan-python build what they need. Results, which git tracks:
 # benchmarks/results/long-run.jsonl.
 KINDS = cpp py mutants mutants-python
 SHARD = 1/1
-test-long-part: build-inplace $(patsubst %,%-tests,$(filter cpp asan tsan,$(KINDS)))
+test-long-part: build-inplace $(patsubst %,%-tests,$(filter cpp asan tsan asan-python tsan-python,$(KINDS)))
 	$(PYTHON) tests/faults/long_run.py $(KINDS) --shard $(SHARD) --build $(BUILD) $(ARGS)
 
 # Hours of training with faults, compared with uninterrupted runs; continues an unfinished soak. Report: build/soak, and
@@ -155,17 +155,23 @@ test-sanitize: asan-tests tsan-tests
 	UBSAN_OPTIONS=print_stacktrace=1 $(BUILD)/asan/thermocline_tests
 	setarch -R $(BUILD)/tsan/thermocline_tests
 
-# $(call sanitized_python,folder,kind): Python tests on a module that is built with a sanitizer; ARGS: other tests.
-sanitized_python = @cmake -S . -B $(1) $(GENERATOR) -DTHERMOCLINE_SANITIZE=$(2) -DTHERMOCLINE_INPLACE=OFF \
+# $(call sanitized_module,folder,kind): the module, built with a sanitizer.
+sanitized_module = @cmake -S . -B $(1) $(GENERATOR) -DTHERMOCLINE_SANITIZE=$(2) -DTHERMOCLINE_INPLACE=OFF \
   -DPython_EXECUTABLE="$$($(PYTHON) -c 'import sys; print(sys.executable)')" > /dev/null \
-  && cmake --build $(1) -j $(JOBS) --target _core \
-  && $(PYTHON) tests/faults/sanitized_python.py $(2) $(1)/_core*.so $(ARGS)
+  && cmake --build $(1) -j $(JOBS) --target _core
 
-test-tsan: setup
-	$(call sanitized_python,$(BUILD)/tsan-python,thread)
+tsan-python-tests: setup
+	$(call sanitized_module,$(BUILD)/tsan-python,thread)
 
-test-asan: setup
-	$(call sanitized_python,$(BUILD)/asan-python,address)
+asan-python-tests: setup
+	$(call sanitized_module,$(BUILD)/asan-python,address)
+
+# Python tests on such a module; ARGS: other tests.
+test-tsan: tsan-python-tests
+	$(PYTHON) tests/faults/sanitized_python.py thread $(BUILD)/tsan-python/_core*.so $(ARGS)
+
+test-asan: asan-python-tests
+	$(PYTHON) tests/faults/sanitized_python.py address $(BUILD)/asan-python/_core*.so $(ARGS)
 
 # fuzz-parse: the parsers; fuzz-store: every file of a store. Inputs that fail are written to $(BUILD)/fuzz; they belong
 # into the corpus.

@@ -29,7 +29,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -39,6 +38,7 @@
 #include "dram/row_layout.h"
 #include "dram/scratch.h"
 #include "dram/shard.h"
+#include "util/fair_mutex.h"
 #include "util/hash.h"
 #include "util/huge_buffer.h"
 #include "util/row_store.h"
@@ -310,7 +310,7 @@ class DramTier {
   // Lock order: erase_mutex_, write_ahead_mutex_, writeback_mutex_, then one shard's mutex, then free_mutex_. Two shard
   // mutexes are never held at once. The holder of writeback_mutex_ may wait for the end of a write ahead, which does
   // not take it.
-  std::shared_mutex erase_mutex_;  // held by erase(); shared while rows are copied without their shard's mutex
+  FairMutex erase_mutex_;          // held by erase(); shared while rows are copied without their shard's mutex
   std::mutex write_ahead_mutex_;   // held during a pass of write_ahead() and by flush()
   std::mutex writeback_mutex_;     // held while rows are written to the store: evict(), flush()
   uint32_t next_shard_ = 0;        // protected by writeback_mutex_: first shard to give one victim more than the others

@@ -189,6 +189,33 @@ TEST(StoreChanges, AFullDiskGetsTheSpaceOfTheKeptLog) {
   CHECK(store->changes_since(position, &cause) == nullptr);
 }
 
+// The kept log takes memory of the filter and of the log to be merged only while there is enough.
+TEST(StoreChanges, LittleMemoryIsForTheFilterNotForTheKeptLog) {
+  const auto keys_with_a_filter = [](bool keep) {
+    auto fs = std::make_shared<MemFs>();
+    fs->make_dir("/s");
+    StoreOptions o = merging_on_request();
+    o.filter_bits = 64;
+    o.mem_budget = 1u << 20;
+    o.segment_bytes = o.partition_bytes = 1u << 20;
+    auto store = SsdStore::open(fs, "/s/a", o);
+    uint64_t keys = 80'000;
+    put_range(*store, 0, keys);
+    put_range(*store, 0, 100);
+    const StorePosition position = store->position();
+    if (keep) store->keep_log(position, false);
+    std::string cause;
+    for (; !store->stats().filter_given_up; keys += 100) {
+      put_range(*store, keys, keys + 100);
+      CHECK(keys < 1'000'000);
+      if (keys == 90'000) CHECK_EQ(store->changes_since(position, &cause) != nullptr, keep);
+    }
+    CHECK(store->changes_since(position, &cause) == nullptr);
+    return keys;
+  };
+  CHECK_EQ(keys_with_a_filter(true), keys_with_a_filter(false));
+}
+
 TEST(StoreChanges, AReaderThatKeepsTheLogDeletesNoFileOfTheWriter) {
   auto fs = std::make_shared<MemFs>();
   auto writer = open_with_log(fs);

@@ -17,6 +17,7 @@ constexpr size_t kEntryBytes = 80;  // of the map and the allocator, per row
 
 void SsdStore::Impl::follow(Followed& followed, uint64_t key, const uint8_t* row) const {
   if (followed.lost || !followed.range.contains(key)) return;
+  if (row && deletions_.find(key) >= 0) return;  // deleted while its put() was in progress: that is kept
   auto& kept = followed.rows[key];
   if (!row) {
     kept.reset();

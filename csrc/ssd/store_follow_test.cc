@@ -109,6 +109,27 @@ TEST(StoreFollow, ScanAndChangesGiveTheRowsOfNow) {
   }
 }
 
+// load() writes base files where the store has no rows: they are changes, too.
+TEST(StoreFollow, LoadedRowsAreChanges) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  auto store = SsdStore::open(fs, "/s/a", small_options());
+  auto scan = store->scan(kMiddle, true);
+  const Oracle read = read_all(*scan);
+  Oracle oracle;
+  std::vector<uint64_t> keys;
+  std::vector<uint8_t> rows;
+  for (uint64_t key = 0; key < 1000; ++key) {
+    const Row row{static_cast<uint8_t>(key), 1};
+    keys.push_back(key);
+    rows.insert(rows.end(), row.begin(), row.end());
+    if (kMiddle.contains(key)) oracle[key] = row;
+  }
+  store->load(keys.data(), keys.size(), {rows.data(), kRow});
+  CHECK_EQ(store->stats().rows_in_base, 1000u);
+  CHECK(read.empty() && rows_of(read, *scan, kMiddle) == oracle);
+}
+
 TEST(StoreFollow, ChangesThatTakeTooMuchMemoryAreGivenUp) {
   auto fs = std::make_shared<MemFs>();
   fs->make_dir("/s");
@@ -154,6 +175,33 @@ TEST(StoreFollow, DeletionsDoNotWaitForAPut) {
   store->commit("");
   store.reset();
   store = SsdStore::open(inner, "/s/a", small_options());
+  expect_equal(*store, oracle, 2000);
+}
+
+// A deletion during a put() of the key is the newer of the two: in get(), and in the changes of a scan.
+TEST(StoreFollow, ADeletionDuringAPutIsAChange) {
+  auto inner = std::make_shared<MemFs>();
+  inner->make_dir("/s");
+  auto fs = std::make_shared<FaultFs>(inner);
+  auto store = SsdStore::open(fs, "/s/a", small_options());
+  put_range(*store, 0, 1000);
+  auto scan = store->scan({}, true);
+  const Oracle read = read_all(*scan);
+  const std::vector<uint64_t> keys{3, 700};
+  bool erased = false;
+  fs->on_point([&](std::string_view point) {  // before the rows of the put are in the index
+    if (point != "extent.written" || erased) return;
+    erased = true;
+    std::thread([&] { store->erase(keys.data(), keys.size()); }).join();  // this one has the locks of its put()
+  });
+  put_range(*store, 500, 1500);
+  CHECK(erased);
+  Oracle oracle;
+  for (uint64_t k = 0; k < 1500; ++k) std::memcpy((oracle[k] = {}).data(), &k, 8);
+  for (uint64_t k : keys) oracle.erase(k);
+  const auto found = rows_of(read, *scan, {});
+  CHECK(found.has_value());
+  CHECK(*found == oracle);
   expect_equal(*store, oracle, 2000);
 }
 

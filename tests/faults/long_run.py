@@ -2,12 +2,14 @@
 
     python tests/faults/long_run.py KIND... [--shard I/N] [--minutes 55] [--only TEXT] [--results FILE]
 
-KIND: cpp and py, the parts of `make test-long`; asan, tsan, those of `make test-sanitize`; mutants, mutants-python.
+KIND: cpp and py, the parts of `make test-long`; asan, tsan, those of `make test-sanitize`; asan-python, tsan-python,
+those of `make test-asan` and `make test-tsan`; mutants, mutants-python.
 A unit is a C++ suite (or one test of a Faults suite, or a part of its seeds), a Python test or some of its parameters,
-or planted bugs. Each appends one JSON line to the results, by default to benchmarks/results/long-run.jsonl, which git
-tracks: date, commit, unit, seconds, result, and the last lines of its output. A unit that passed at this commit is not
-repeated, so that the same command continues after an interruption. Units that the minutes do not suffice for are "not
-finished". Exit code: 0 if all units of the shard have passed, 1 if one failed, 3 if some are left.
+a file of Python tests on a sanitized module, or planted bugs. Each appends one JSON line to the results, by default to
+benchmarks/results/long-run.jsonl, which git tracks: date, commit, unit, seconds, result, and the last lines of its
+output. A unit that passed at this commit is not repeated, so that the same command continues after an interruption.
+Units that the minutes do not suffice for are "not finished". Exit code: 0 if all units of the shard have passed, 1 if
+one failed, 3 if some are left.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ ALONE = ("tests/faults/", "tests/soak/", "tests/exact/test_kill")
 """Python tests of which each parameter is a unit."""
 PARAMETERS = 24
 """Parameters of another Python test in one unit; each takes seconds."""
-KINDS = ("cpp", "py", "asan", "tsan", "mutants", "mutants-python")
+KINDS = ("cpp", "py", "asan", "tsan", "asan-python", "tsan-python", "mutants", "mutants-python")
+SANITIZERS = {"asan-python": "address", "tsan-python": "thread"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +105,31 @@ def grouped(tests: Sequence[str]) -> dict[str, list[str]]:
     return groups
 
 
-def planted_bugs(script: str) -> list[Any]:
-    """Return the list of mutants.py or mutants_python.py."""
+def sanitized_units(kind: str, build: Path) -> list[Unit]:
+    """Return a unit per file of the Python tests that sanitized_python.py runs."""
+    program, sanitizer = str(Path(__file__).with_name("sanitized_python.py")), SANITIZERS[kind]
+    module = next((build / kind).glob("_core*.so"), None)
+    if module is None:
+        raise SystemExit(f"no module in {build / kind}: run make {kind}-tests")
+    files = [
+        str(file.relative_to(ROOT))
+        for tests in beside("sanitized_python").TESTS[sanitizer]
+        for file in sorted((ROOT / tests).rglob("test_*.py")) or [ROOT / tests]
+    ]
+    return [Unit(f"{kind} {file}", (sys.executable, program, sanitizer, str(module), file)) for file in files]
+
+
+def beside(script: str) -> Any:
+    """Import a script of this folder."""
     folder = str(Path(__file__).parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    mutants: list[Any] = importlib.import_module(script).MUTANTS
+    return importlib.import_module(script)
+
+
+def planted_bugs(script: str) -> list[Any]:
+    """Return the list of mutants.py or mutants_python.py."""
+    mutants: list[Any] = beside(script).MUTANTS
     return mutants
 
 
@@ -128,6 +150,8 @@ def units_of(kind: str, build: Path, shard: int) -> list[Unit]:
         return cpp_units(kind, build / "asan" / "thermocline_tests", long=False)
     if kind == "tsan":
         return cpp_units(kind, build / "tsan" / "thermocline_tests", long=False, prefix=("setarch", "-R"))
+    if kind in SANITIZERS:
+        return sanitized_units(kind, build)
     if kind == "mutants":
         return mutant_units(kind, "--folder", str(build / f"mutants-{shard}"))
     return python_units() if kind == "py" else mutant_units("mutants_python")

@@ -15,8 +15,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+from bugs_in_changes import CHANGES
 from bugs_in_guards import STORE
 from planted_bugs import CppMutant, Mutant, chosen, plant
 
@@ -29,11 +31,15 @@ SUITES = [
     *("StoreRepair.", "StoreManifest.", "StoreFilesFuzz.", "FaultsCorrupt.Misdirected", "FaultsCorrupt.EveryBit"),
     *("FaultsCorrupt.TornPages", "FaultsCrash.", "FaultsIo.", "FaultsFuzz."),
 ]
-SUITE_TIMEOUT = 900  # of FaultsCrash, on a busy machine; seconds
+CLEAN_LIMIT, BUG_LIMIT = 7200.0, 900.0
+"""Seconds of a suite without a bug, and with one."""
+SLOWER = 10
+"""A suite with a bug may take this many times as long as without: on a busy machine, slowness is no detection."""
 
 
 MUTANTS = [
     *STORE,
+    *CHANGES,
     Mutant(
         "a read error is not repeated",
         "util/posix_file.cc",
@@ -334,6 +340,7 @@ class Copy:
         self.build_dir = folder / "build"
         self.clean_at = folder / "clean"
         self.digest = hashlib.sha256()
+        self.seconds: dict[str, float] = {}  # of each suite without a bug
         files = [path for path in sorted((ROOT / "csrc").rglob("*")) if path.is_file()]
         for path in [ROOT / "CMakeLists.txt", *files]:
             self.update(path.relative_to(ROOT), folder)
@@ -358,16 +365,19 @@ class Copy:
 
     def passes_clean(self, suites: list[str]) -> str:
         """Return the first failing test without a bug; empty if all pass, or have passed with these sources."""
-        passed = self.clean_at.read_text().splitlines() if self.clean_at.exists() else []
+        kept = self.clean_at.read_text().splitlines() if self.clean_at.exists() else []
         digest = self.digest.hexdigest()
-        passed = passed[1:] if passed[:1] == [digest] else []
+        passed = dict(line.split() for line in kept[1:]) if kept[:1] == [digest] else {}
         self.build()
         for suite in suites:
             if suite not in passed:
+                start = time.monotonic()
                 if reason := self.first_failure([suite]):
                     return reason
-                passed.append(suite)
-                self.clean_at.write_text("\n".join([digest, *passed]))
+                passed[suite] = f"{time.monotonic() - start:.1f}"
+                lines = [f"{name} {seconds}" for name, seconds in passed.items()]
+                self.clean_at.write_text("\n".join([digest, *lines]))
+        self.seconds = {suite: float(seconds) for suite, seconds in passed.items()}
         return ""
 
     def build(self) -> None:
@@ -380,13 +390,12 @@ class Copy:
         """Return the first failing test with its cause; empty if all pass."""
         env = dict(os.environ, THERMOCLINE_LONG="0")
         for suite in suites:
+            limit = max(BUG_LIMIT, SLOWER * self.seconds[suite]) if suite in self.seconds else CLEAN_LIMIT
             try:
                 command = [str(self.build_dir / "thermocline_tests"), suite]
-                done = subprocess.run(
-                    command, capture_output=True, text=True, env=env, timeout=SUITE_TIMEOUT, check=False
-                )
+                done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=limit, check=False)
             except subprocess.TimeoutExpired:
-                return f"{suite} timed out"
+                return f"{suite} timed out after {limit:.0f} s"
             if done.returncode != 0:
                 lines = done.stdout.splitlines()
                 at = next((i for i, line in enumerate(lines) if " FAILED " in line), None)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults.long_run import PARAMETERS, Unit, cpp_units, grouped, run
+from faults.long_run import PARAMETERS, ROOT, Unit, cpp_units, grouped, run, sanitized_units
 
 
 def unit(name: str, code: str) -> Unit:
@@ -63,3 +63,18 @@ def test_parameters_are_divided_into_units_that_miss_none() -> None:
         "tests/a.py::test_z",
     ]
     assert len(units) == 3 + 3 + 1
+
+
+@pytest.mark.parametrize(("kind", "sanitizer"), [("tsan-python", "thread"), ("asan-python", "address")])
+def test_every_file_of_sanitized_tests_is_a_unit(tmp_path: Path, kind: str, sanitizer: str) -> None:
+    with pytest.raises(SystemExit, match=f"make {kind}-tests"):
+        sanitized_units(kind, tmp_path)
+    (tmp_path / kind).mkdir()
+    module = tmp_path / kind / "_core.abi3.so"
+    module.touch()
+    units = sanitized_units(kind, tmp_path)
+    files = [unit.command[-1] for unit in units]
+    assert {"tests/pipeline/test_lookahead.py", "tests/serving/test_publication.py"} <= {*files}
+    assert len({*files}) == len(files) == len({unit.name for unit in units})
+    assert all((ROOT / file).is_file() for file in files)
+    assert {unit.command[2:4] for unit in units} == {(sanitizer, str(module))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -70,3 +71,28 @@ def test_the_time_limit_of_a_bug_follows_the_time_without_it(monkeypatch: pytest
     monkeypatch.setattr(script.time, "monotonic", lambda: clock[0])
     assert script.main(["names of temporary files are predictable"]) == 0
     assert limits == [script.CLEAN_LIMIT, 2000]
+
+
+def test_the_time_limit_of_a_bug_in_cpp_follows_the_time_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted_bugs("mutants")
+    script = sys.modules["mutants"]
+    copy = script.Copy.__new__(script.Copy)  # without its build
+    copy.build_dir, copy.clean_at, copy.seconds = tmp_path, tmp_path / "clean", {}
+    copy.digest, copy.build = script.hashlib.sha256(), lambda: None
+    clock = [0.0]
+    limits: list[float] = []
+
+    def slow(command: list[str], timeout: float, **_: object) -> subprocess.CompletedProcess[str]:
+        clock[0] += 200 if command[1] == "Slow." else 1
+        limits.append(timeout)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(script.subprocess, "run", slow)
+    monkeypatch.setattr(script.time, "monotonic", lambda: clock[0])
+    for _ in range(2):  # the second time from the file
+        assert copy.passes_clean(["Slow.", "Fast."]) == ""
+        assert copy.first_failure(["Slow.", "Fast."]) == ""
+        copy.seconds = {}
+    assert limits == [script.CLEAN_LIMIT, script.CLEAN_LIMIT, *[2000, script.BUG_LIMIT] * 2]
