@@ -137,36 +137,47 @@ TEST(DramErase, RowsThatAreBeingWritten) {
 
 // Freed slots get rows of other keys while reads copy rows: a read returns the row of its key, never another.
 TEST(DramErase, ReadsBesideAnEraseAndSlotsThatAreUsedAgain) {
-  DramTier tier(options(1 << 16), nullptr);
-  const size_t half = tier.capacity() / 2;
-  const auto first = range(0, half), second = range(1'000'000, 1'000'000 + half);
+  TierOptions o = options(1 << 20);
+  o.layout.dim = 1024;  // copies take long enough to meet an erase
+  DramTier tier(o, nullptr);
+  const size_t bytes = o.layout.bytes(),
+               n = tier.capacity() / 4;  // a read pins rows that are being loaded: these are not freed
+  const auto first = range(0, n), second = range(1'000'000, 1'000'000 + n);
   const auto use = [&](const std::vector<uint64_t>& keys) {
     const auto slots = pull(tier, keys);
     tier.unpin(slots.data(), slots.size(), false);
   };
-  use(range(2'000'000, 2'000'000 + (tier.capacity() - half)));  // so that only freed slots are left
   use(first);
   std::atomic<bool> stop{false};
   std::atomic<size_t> wrong{0}, reads{0};
-  std::vector<std::thread> readers;
+  std::vector<std::jthread> readers;
+  const auto end = [&] {
+    stop = true;
+    readers.clear();
+  };
   for (const auto* keys : {&first, &second}) {
     readers.emplace_back([&, keys] {
-      std::vector<Row> rows(keys->size());
+      std::vector<uint8_t> rows(n * bytes), initial(n * bytes);
+      for (size_t i = 0; i < n; ++i) tier.initial().store((*keys)[i], &initial[i * bytes]);
       while (!stop) {
-        tier.read(keys->data(), keys->size(), reinterpret_cast<uint8_t*>(rows.data()));
-        for (size_t i = 0; i < rows.size(); ++i) wrong += rows[i] != initial_row(tier, (*keys)[i]);
+        tier.read(keys->data(), n, rows.data());
+        wrong += rows != initial;
         ++reads;
       }
     });
   }
-  for (int turn = 0; turn < 200 || reads < 20; ++turn) {
-    CHECK_EQ(tier.erase(first.data(), half), half);
-    use(second);
-    CHECK_EQ(tier.erase(second.data(), half), half);
-    use(first);
+  try {
+    for (int turn = 0; turn < 1000 || reads < 20; ++turn) {
+      CHECK_EQ(tier.erase(first.data(), n), n);
+      use(second);
+      CHECK_EQ(tier.erase(second.data(), n), n);
+      use(first);
+    }
+  } catch (...) {
+    end();
+    throw;
   }
-  stop = true;
-  for (auto& reader : readers) reader.join();
+  end();
   CHECK_EQ(wrong.load(), 0u);
   tier.check(true);
 }
