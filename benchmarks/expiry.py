@@ -14,6 +14,9 @@ remaining rows, plus 5 %.
 
 from __future__ import annotations
 
+import thermocline as tc  # before torch: sets OMP_WAIT_POLICY, which OpenMP reads when torch loads it
+
+# isort: split
 import argparse
 import itertools
 import json
@@ -28,7 +31,6 @@ import numpy as np
 import torch
 from common import Claim, console, environment, noise, print_claims, write_json
 
-import thermocline as tc
 from thermocline.arrays import Floats, Keys
 from thermocline.embedding.bulk_load import fill_store
 from thermocline.embedding.key_hash import hash_keys

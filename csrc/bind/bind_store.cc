@@ -88,6 +88,7 @@ nb::dict stats(const SsdStore& self) {
   d["mem_index"] = s.mem_index;
   d["mem_buffers"] = s.mem_buffers;
   d["mem_total"] = s.mem_total;
+  d["mem_spare"] = s.mem_spare;
   d["mem_budget"] = s.mem_budget;
   d["keys_read"] = s.keys_read;
   d["pages_read"] = s.pages_read;
@@ -161,9 +162,11 @@ struct BoundScan {
 
   size_t next(nb::ndarray<uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> keys,
               nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> rows) {
-    if (rows.shape(0) != keys.size() || rows.shape(1) != row_bytes)
-      throw Error("scan: rows must have shape (keys, row_bytes)");
-    return unlocked([&, k = keys.data(), n = keys.size(), r = rows.data()] { return scan->next(n, k, r); });
+    if (rows.shape(0) != keys.size() || rows.shape(1) > row_bytes)
+      throw Error("scan: rows must have shape (keys, row_bytes), or fewer bytes: the last ones of a row");
+    return unlocked([&, k = keys.data(), n = keys.size(), r = rows.data(), skip = row_bytes - rows.shape(1)] {
+      return scan->next(n, k, r, skip);
+    });
   }
 
   std::optional<size_t> changed(uint64_t lo, uint64_t hi,
@@ -178,8 +181,8 @@ struct BoundScan {
   }
 };
 
-BoundScan scan(SsdStore& self, uint64_t lo, uint64_t hi, bool follow) {
-  return unlocked([&] { return BoundScan{self.scan({lo, hi}, follow), self.row_bytes()}; });
+BoundScan scan(SsdStore& self, uint64_t lo, uint64_t hi, bool follow, uint64_t kept) {
+  return unlocked([&] { return BoundScan{self.scan({lo, hi}, follow, kept), self.row_bytes()}; });
 }
 
 // Changes since a position, and their row size.
@@ -272,7 +275,7 @@ void bind_store(nb::module_& m) {
            })
       .def("epochs", [](const SsdStore& self) { return unlocked([&] { return self.epochs(); }); })
       .def("release", [](SsdStore& self, uint64_t epoch) { unlocked([&] { self.release(epoch); }); })
-      .def("scan", &scan, "lo"_a, "hi"_a, "follow"_a, nb::keep_alive<0, 1>())
+      .def("scan", &scan, "lo"_a, "hi"_a, "follow"_a, "kept"_a = 0, nb::keep_alive<0, 1>())
       .def("position", &position)
       .def("keep_log", &keep_log, "since"_a, "replace"_a)
       .def("changes_since", &changes_since, "since"_a)

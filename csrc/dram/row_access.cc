@@ -289,11 +289,16 @@ void DramTier::for_resident(const uint64_t* keys, size_t n, const F& f) {
 }
 
 void DramTier::end_writes(const uint64_t* keys, size_t n) {
+  // A flush() writes rows that stay kReady: only their bits show it.
+  const auto writing = [&](uint32_t slot) {
+    return is_written(meta()[slot].load_state()) ||
+           (written_words()[slot / 64].load(std::memory_order_acquire) >> (slot % 64) & 1);
+  };
   for (std::vector<uint32_t> written;; written.clear()) {
     std::mutex mutex;
     for_resident(keys, n, [&](Shard&, Hash, uint64_t, uint32_t slot) {
       clear_dirty(slot);
-      if (!is_written(meta()[slot].load_state())) return;
+      if (!writing(slot)) return;
       std::lock_guard lock(mutex);
       written.push_back(slot);
     });
@@ -301,7 +306,7 @@ void DramTier::end_writes(const uint64_t* keys, size_t n) {
     // Then once more: rows of a write that failed are dirty again.
     for (uint32_t slot : written) {
       std::unique_lock lock(wait_mutex_);
-      ready_.wait(lock, [&] { return !is_written(meta()[slot].load_state()); });
+      ready_.wait(lock, [&] { return !writing(slot); });
     }
   }
 }

@@ -113,7 +113,8 @@ class DramTier {
   // rows set the initial row; a read() in progress may still return the old one. Returns the number of rows that were
   // resident. Waits for no I/O.
   size_t erase(const uint64_t* keys, size_t n);
-  // Drops changes of the rows of `keys` that the store does not have: waits for writes in progress, starts no other.
+  // Drops changes of the rows of `keys` that the store does not have: waits for writes in progress, by evictions, ahead
+  // of them or by flush(), and starts no other.
   void end_writes(const uint64_t* keys, size_t n);
   // Counts `rows` rows that a batch uses without a pull, because a look-ahead holds their pins.
   void count_hits(size_t rows) { hits_ += rows; }

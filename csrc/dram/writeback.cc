@@ -224,6 +224,8 @@ namespace {
 
 constexpr uint64_t kEveryByte = 0x0101010101010101ULL;
 
+bool has_zero_byte(uint64_t bytes) { return ((bytes - kEveryByte) & ~bytes & 0x80 * kEveryByte) != 0; }
+
 // One bit per byte of `bytes`: whether it is 0.
 uint64_t zero_bytes(uint64_t bytes) {
   constexpr uint64_t kLow = 0x7f * kEveryByte;
@@ -237,7 +239,9 @@ uint64_t slots_with(uint8_t* prefixes, uint8_t first, uint8_t last) {
   for (int i = 0; i < 8; ++i) {
     auto* const eight = reinterpret_cast<uint64_t*>(prefixes) + i;
     const uint64_t bytes = std::atomic_ref(*eight).load(std::memory_order_relaxed);
-    found |= (zero_bytes(bytes ^ first * kEveryByte) | zero_bytes(bytes ^ last * kEveryByte)) << (8 * i);
+    const uint64_t a = bytes ^ first * kEveryByte, b = bytes ^ last * kEveryByte;
+    if (!has_zero_byte(a) && !has_zero_byte(b)) continue;  // 30 of 31
+    found |= (zero_bytes(a) | zero_bytes(b)) << (8 * i);
   }
   return found;
 }
@@ -278,6 +282,10 @@ void DramTier::flush(RowStore* to, KeyRange range) {
   const Scratch::Writeback w = s->writeback();
   const size_t words = (size_t{plan_.capacity} + 63) / 64;
   std::vector<uint64_t> wanted;  // empty: all bits
+  struct Notify {
+    DramTier& tier;
+    ~Notify() { tier.notify_waiters(); }
+  };
   if (!range.all()) {
     std::lock_guard lock(writeback_mutex_);  // after an eviction in progress: if it fails, its rows are dirty again
     wanted = dirty_words_of(range);
@@ -286,6 +294,7 @@ void DramTier::flush(RowStore* to, KeyRange range) {
     // Taken per part, so that evictions can run in between. A dirty row is evicted only under this mutex, so the keys
     // of its slots do not change here.
     std::lock_guard lock(writeback_mutex_);
+    const Notify after{*this};  // end_writes() waits for the written bits of these slots
     size_t n = 0;
     for (; word < words && n + 64 <= s->keys_max(); ++word) {
       uint64_t bits =

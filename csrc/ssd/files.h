@@ -40,7 +40,7 @@ struct BufferSizes {
   uint64_t total(const Geometry& g) const;  // if all buffers but more_merges are allocated
 };
 
-// Shared by all parts of one open store. Constant after construction, except the counter and the warnings.
+// Shared by all parts of one open store. Constant after construction, except the counters and the warnings.
 struct Context {
   Context(std::shared_ptr<FileSystem> fs, std::string path, const Identity& id, size_t mem_budget, size_t write_buffer,
           int merge_threads = 1)
@@ -56,7 +56,8 @@ struct Context {
   Geometry g;
   BufferSizes sizes;
   std::atomic<uint64_t> bytes_written{0};
-  Warnings warnings;  // for the user
+  std::atomic<uint64_t> scan_memory{0};  // of scans that follow their range
+  Warnings warnings;                     // for the user
 
   std::string file_path(FileKind kind, uint64_t number) const { return path + "/" + file_name(kind, number); }
 };

@@ -65,15 +65,33 @@ class SsdStore::Impl {
   // The rows of a range that were put or deleted since a scan of it began: the newest one of each key, null for a
   // deletion. Protected by index_mutex_.
   struct Followed {
-    KeyRange range;
+    Followed(ssd::Context& ctx, KeyRange range, uint64_t kept) : range(range), ctx_(ctx) { set_memory(kept, 0); }
+    ~Followed() { set_memory(0, 0); }
+    Followed(const Followed&) = delete;
+
+    // Bytes of the scan, with what its caller keeps, and of `rows`; counted in the context.
+    void set_memory(uint64_t scan, uint64_t changes) {
+      ctx_.scan_memory += scan + changes - memory_;
+      memory_ = scan + changes;
+      scan_memory = scan;
+    }
+
+    const KeyRange range;
     std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>> rows;
-    bool lost = false;  // they took too much memory, and are no longer kept
+    bool lost = false;         // they took too much memory, and are no longer kept
+    uint64_t scan_memory = 0;  // see set_memory()
+    uint64_t most = 0;         // bytes of `rows`
+
+   private:
+    ssd::Context& ctx_;
+    uint64_t memory_ = 0;
   };
   RangeView view(KeyRange range);
   RangeView view(const std::shared_ptr<Followed>& followed);  // of its range; `buffered` is in followed->rows
   // SsdStore::Scan::changed() of `part`, a part of the range of `followed`.
   std::optional<size_t> changed(const Followed& followed, KeyRange part, size_t max, uint64_t* keys, uint8_t* rows,
                                 uint8_t* deleted);
+  PreadPool& scan_io();  // threads that read for scans that follow their range
   StorePosition position();
   void keep_log(const StorePosition& since, bool replace);
   std::vector<std::shared_ptr<const ssd::Extent>> extents_since(const StorePosition& since, std::string* cause);
@@ -106,7 +124,8 @@ class SsdStore::Impl {
   void follow(const uint64_t* keys, size_t n, const RowsIn* rows);
   void follow(const std::vector<ssd::Item>& by_hash, const uint64_t* keys, const RowsIn* rows);
   void follow(Followed& followed, uint64_t key, const uint8_t* row) const;
-  RangeView view_locked(KeyRange range) const;  // the caller holds the index lock
+  void count_changes(Followed& followed) const;  // after `rows` has changed: counts or drops them
+  RangeView view_locked(KeyRange range) const;   // the caller holds the index lock
   // The caller of the following holds write_mutex_.
   void flush_for_reading();  // flush_buffer() if there is something to flush; also of a read-only store
   void flush_buffer();       // moves all rows to the index, or throws and leaves all in the buffer
@@ -154,6 +173,8 @@ class SsdStore::Impl {
   std::string note_;
   std::string failed_;  // why the store accepts no more writes; empty: it accepts them
 
+  std::once_flag scan_io_once_;
+  std::unique_ptr<PreadPool> scan_io_;
   ssd::Reader reader_;
   std::atomic<uint64_t> bytes_put_{0};
   std::unique_ptr<ssd::Merger> merger_;  // last: its threads use all members above

@@ -68,13 +68,15 @@ Merger::Room Merger::room(uint64_t more_bytes) const {
   room.wanted = wanted_log_rows(room.rows);
   // A single merge may take more than planned: the filter of a large partition.
   const uint64_t merges = std::max<uint64_t>(running_memory_, ctx_.sizes.merge_memory) - ctx_.sizes.merge_memory;
-  const uint64_t used = ctx_.sizes.total(ctx_.g) + index_.memory();
+  const uint64_t used = ctx_.sizes.total(ctx_.g) + index_.memory() + ctx_.scan_memory;
   const uint64_t log_entries = std::min(used, index_.mergeable() * kLogRowBytes);
   // Memory that the log does not want is for merges beside the first one.
   const uint64_t without = used - log_entries + more_bytes + room.wanted * 3 / 2 * kLogRowBytes;
   room.more_merges =
       std::min<uint64_t>(options_.mem_budget > without ? options_.mem_budget - without : 0, ctx_.sizes.more_merges);
   room.need = used - log_entries + more_bytes + std::max(merges, room.more_merges);
+  const uint64_t planned = without + std::max(merges, room.more_merges);
+  room.spare = options_.mem_budget > planned ? options_.mem_budget - planned : 0;
   room.affordable = (options_.mem_budget > room.need ? options_.mem_budget - room.need : 0) / kLogRowBytes;
   return room;
 }

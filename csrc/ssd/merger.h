@@ -89,6 +89,8 @@ class Merger {
   // Returns the memory of the running merges, or of one merge of all current extents if that is more. The caller holds
   // the index lock.
   uint64_t memory() const;
+  // Bytes of the budget that neither the log nor merges need. The caller holds the index lock.
+  uint64_t spare() const { return room().spare; }
 
  private:
   // Rows to merge, in relation to the limit.
@@ -108,6 +110,7 @@ class Merger {
     uint64_t wanted, affordable;  // rows in the log: by max_log_ratio, by mem_budget
     uint64_t need;                // bytes of everything else
     uint64_t more_merges;         // of it: for merges beside the first one
+    uint64_t spare;               // bytes that neither the wanted log nor merges need
     bool is_short() const { return affordable < kLeastLogRows || affordable * 2 / 3 < wanted / kShortOf; }
   };
   enum class Caller { kBackground, kForeground };  // a background thread may pause inside a merge
@@ -126,7 +129,7 @@ class Merger {
 
   Debt debt();
   uint64_t wanted_log_rows(uint64_t base_rows) const;
-  Room room(uint64_t more_bytes) const;
+  Room room(uint64_t more_bytes = 0) const;
   void give_up_filter(const Room& room);
   void require_bounded_set_aside_log() const;
   Outcome begin(Running* running);

@@ -46,6 +46,7 @@ struct StoreStats {
   uint64_t epoch = 0, rows_in_base = 0, rows_in_log = 0;  // rows_in_log counts every version of a row
   uint64_t disk_bytes = 0, live_files = 0, partitions = 0, log_bytes = 0, base_bytes = 0;
   uint64_t mem_index = 0, mem_buffers = 0, mem_total = 0, mem_budget = 0;
+  uint64_t mem_spare = 0;  // what the log and merges leave of the budget
   uint64_t keys_read = 0, pages_read = 0, reads = 0, bytes_read = 0, false_pages = 0;
   uint64_t get_scratch_peak = 0;              // working memory of one get(), the largest so far; not part of mem_total
   uint64_t bytes_put = 0, bytes_written = 0;  // bytes_put: keys and rows of put(); bytes_written: all writes to disk
@@ -109,16 +110,19 @@ class SsdStore : public RowStore {
   class Scan {
    public:
     virtual ~Scan() = default;
-    virtual size_t next(size_t max_rows, uint64_t* keys, uint8_t* rows) = 0;  // 0: end
+    // Copies rows without their first `skip` bytes. 0: end.
+    virtual size_t next(size_t max_rows, uint64_t* keys, uint8_t* rows, size_t skip = 0) = 0;
     // Gives, for a scan that follows its range, the keys of `part`, a part of it, that were put or deleted since the
     // scan began, each once, with its newest row. Returns their number; writes nothing if that is more than `max`. Of a
     // put() that runs meanwhile, some rows may be missing. nullopt: too many rows have changed to be kept.
     virtual std::optional<size_t> changed(KeyRange part, size_t max, uint64_t* keys, uint8_t* rows,
                                           uint8_t* deleted) = 0;
   };
-  // `follow`: keeps a copy of the rows of the range that change until the scan is deleted, up to 32 MiB. The scan
-  // itself is then in hash order; rows that are buffered when it begins count as changed.
-  std::unique_ptr<Scan> scan(KeyRange range = {}, bool follow = false);
+  // `follow`: keeps a copy of the rows of the range that change until the scan is deleted, up to 32 MiB and up to
+  // StoreStats::mem_spare. The scan itself is then in hash order, with several reads in flight; rows that are buffered
+  // when it begins count as changed. Its memory is in StoreStats::mem_buffers, with `kept`, the bytes of what the
+  // caller keeps of it.
+  std::unique_ptr<Scan> scan(KeyRange range = {}, bool follow = false, uint64_t kept = 0);
 
   // The position of all rows put so far.
   StorePosition position();

@@ -12,8 +12,40 @@ namespace {
 
 constexpr size_t kMostBytes = 32u << 20;
 constexpr size_t kEntryBytes = 80;  // of the map and the allocator, per row
+constexpr int kReads = 8;           // in flight, of all scans: lookups beside them have dozens
 
 }  // namespace
+
+PreadPool& SsdStore::Impl::scan_io() {
+  std::call_once(scan_io_once_, [this] { scan_io_ = std::make_unique<PreadPool>(kReads); });
+  return *scan_io_;
+}
+
+SsdStore::Impl::RangeView SsdStore::Impl::view(const std::shared_ptr<Followed>& followed) {
+  auto life = alive();
+  std::unique_lock lock(index_mutex_);
+  RangeView out = view_locked(followed->range);
+  uint64_t cursor = 0;
+  for (auto& view : out.partitions) {
+    cursor = std::max(cursor, PartitionCursor::memory(ctx.g, view, ctx.sizes.merge_bytes));
+  }
+  followed->set_memory(followed->scan_memory + cursor, 0);
+  followed->most = std::min<uint64_t>(kMostBytes, merger_->spare());
+  followed->rows.swap(out.buffered);  // the first changes: so the rows of the scan are in hash order
+  count_changes(*followed);
+  std::erase_if(followed_, [](auto& each) { return each.expired(); });
+  followed_.push_back(followed);
+  return out;
+}
+
+void SsdStore::Impl::count_changes(Followed& followed) const {
+  const uint64_t bytes = followed.rows.size() * (ctx.g.row_bytes + kEntryBytes);
+  if (bytes > followed.most) {
+    followed.lost = true;
+    followed.rows.clear();
+  }
+  followed.set_memory(followed.scan_memory, followed.lost ? 0 : bytes);
+}
 
 void SsdStore::Impl::follow(Followed& followed, uint64_t key, const uint8_t* row) const {
   if (followed.lost || !followed.range.contains(key)) return;
@@ -25,9 +57,7 @@ void SsdStore::Impl::follow(Followed& followed, uint64_t key, const uint8_t* row
     if (!kept) kept = std::make_unique<uint8_t[]>(ctx.g.row_bytes);
     std::memcpy(kept.get(), row, ctx.g.row_bytes);
   }
-  if (followed.rows.size() * (ctx.g.row_bytes + kEntryBytes) <= kMostBytes) return;
-  followed.lost = true;
-  followed.rows.clear();
+  count_changes(followed);
 }
 
 void SsdStore::Impl::follow(const uint64_t* keys, size_t n, const RowsIn* rows) {

@@ -205,5 +205,53 @@ TEST(StoreFollow, ADeletionDuringAPutIsAChange) {
   expect_equal(*store, oracle, 2000);
 }
 
+TEST(StoreFollow, LastBytesOfRows) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  auto store = SsdStore::open(fs, "/s", small_options());
+  std::vector<uint64_t> keys(kKeys);
+  std::vector<uint8_t> rows(kKeys * kRow);
+  for (size_t i = 0; i < kKeys; ++i) {
+    keys[i] = i;
+    for (size_t j = 0; j < kRow; ++j) rows[i * kRow + j] = static_cast<uint8_t>(31 * i + j);
+  }
+  store->put(keys.data(), kKeys, RowsIn{rows.data(), kRow});
+  store->commit("");
+  auto scan = store->scan({}, true);
+  constexpr size_t kSkip = kRow - 4;
+  std::vector<uint64_t> found(kKeys + 1);
+  std::vector<uint8_t> last(found.size() * 4);
+  CHECK_EQ(scan->next(found.size(), found.data(), last.data(), kSkip), kKeys);
+  for (size_t i = 0; i < kKeys; ++i) CHECK(std::memcmp(&last[i * 4], &rows[found[i] * kRow + kSkip], 4) == 0);
+}
+
+// What a scan keeps, its read buffers and the changes count, and changes only take what the budget has left.
+TEST(StoreFollow, MemoryOfScansCounts) {
+  for (const bool fits : {true, false}) {
+    auto fs = std::make_shared<MemFs>();
+    fs->make_dir("/s");
+    StoreOptions o = small_options();
+    o.background_merge = false;
+    auto store = SsdStore::open(fs, "/s", o);
+    std::vector<uint64_t> keys(kKeys);
+    std::vector<uint8_t> rows(kKeys * kRow);
+    for (size_t i = 0; i < kKeys; ++i) keys[i] = i;
+    store->put(keys.data(), kKeys, RowsIn{rows.data(), kRow});
+    store->commit("");
+    const StoreStats before = store->stats();
+    CHECK(before.mem_spare > 10'000);
+    auto scan = store->scan({}, true, fits ? 5000 : before.mem_spare);
+    const StoreStats during = store->stats();
+    CHECK(during.mem_buffers > before.mem_buffers + 5000);
+    CHECK(during.mem_spare < before.mem_spare);
+    store->erase(keys.data(), 10);
+    std::vector<uint8_t> deleted(10);
+    CHECK_EQ(scan->changed({}, 10, keys.data(), rows.data(), deleted.data()).has_value(), fits);
+    if (fits) CHECK(store->stats().mem_buffers > during.mem_buffers);
+    scan.reset();
+    CHECK(store->stats().mem_spare + 10'000 > before.mem_spare);
+  }
+}
+
 }  // namespace
 }  // namespace thermocline

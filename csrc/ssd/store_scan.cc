@@ -23,16 +23,6 @@ SsdStore::Impl::RangeView SsdStore::Impl::view(KeyRange range) {
   return view_locked(range);
 }
 
-SsdStore::Impl::RangeView SsdStore::Impl::view(const std::shared_ptr<Followed>& followed) {
-  auto life = alive();
-  std::unique_lock lock(index_mutex_);
-  RangeView out = view_locked(followed->range);
-  followed->rows.swap(out.buffered);  // the first changes: so the rows of the scan are in hash order
-  std::erase_if(followed_, [](auto& each) { return each.expired(); });
-  followed_.push_back(followed);
-  return out;
-}
-
 SsdStore::Impl::RangeView SsdStore::Impl::view_locked(KeyRange range) const {
   RangeView out;
   for (size_t i = index_.partition_of(range.lo); i < index_.size() && index_.partition(i).lo <= range.hi; ++i) {
@@ -68,7 +58,8 @@ uint64_t SsdStore::Impl::count() {
 }
 
 uint64_t SsdStore::Impl::buffer_memory() const {
-  return buffer_.memory() + deletions_.memory() + log_.memory() + reader_.memory() + merger_->memory();
+  return buffer_.memory() + deletions_.memory() + log_.memory() + reader_.memory() + merger_->memory() +
+         ctx.scan_memory;
 }
 
 StoreStats SsdStore::Impl::stats() const {
@@ -84,6 +75,7 @@ StoreStats SsdStore::Impl::stats() const {
     s.base_bytes = index_.base_bytes();
     s.mem_index = index_.memory();
     s.mem_buffers = buffer_memory();
+    s.mem_spare = merger_->spare();
     s.damage = index_.damage();
     const Index::SetAside aside = index_.set_aside();
     s.damaged_partitions = aside.partitions;
@@ -149,24 +141,26 @@ class PartitionScan : public SsdStore::Scan {
                 std::shared_ptr<SsdStore::Impl::Followed> followed = nullptr)
       : impl_(std::move(impl)),
         followed_(std::move(followed)),
+        io_(followed_ ? &impl_->scan_io() : nullptr),
         views_(std::move(view.partitions)),
         buffered_(std::move(view.buffered)),
         next_buffered_(buffered_.begin()) {}
 
-  size_t next(size_t max_rows, uint64_t* keys, uint8_t* rows) override {
-    const size_t row_bytes = impl_->ctx.g.row_bytes;
+  size_t next(size_t max_rows, uint64_t* keys, uint8_t* rows, size_t skip) override {
+    const size_t bytes = impl_->ctx.g.row_bytes - skip;
     size_t n = 0;
     while (n < max_rows) {
       if (next_buffered_ != buffered_.end()) {
         const auto& [key, row] = *next_buffered_++;
         if (!row) continue;
         keys[n] = key;
-        std::memcpy(rows + n++ * row_bytes, row.get(), row_bytes);
+        std::memcpy(rows + n++ * bytes, row.get() + skip, bytes);
         continue;
       }
       if (!cursor_) {
         if (at_ == views_.size()) break;
-        cursor_ = std::make_unique<PartitionCursor>(impl_->ctx, std::move(views_[at_++]), impl_->ctx.sizes.merge_bytes);
+        cursor_ = std::make_unique<PartitionCursor>(impl_->ctx, std::move(views_[at_++]), impl_->ctx.sizes.merge_bytes,
+                                                    /*with_deleted=*/false, io_);
       }
       if (!cursor_->next()) {
         cursor_.reset();
@@ -174,7 +168,7 @@ class PartitionScan : public SsdStore::Scan {
       }
       if (buffered_.contains(cursor_->key())) continue;  // the buffer has a newer version
       keys[n] = cursor_->key();
-      std::memcpy(rows + n++ * row_bytes, cursor_->row(), row_bytes);
+      std::memcpy(rows + n++ * bytes, cursor_->row() + skip, bytes);
     }
     return n;
   }
@@ -187,6 +181,7 @@ class PartitionScan : public SsdStore::Scan {
  private:
   std::shared_ptr<SsdStore::Impl> impl_;  // keeps the context alive after close()
   const std::shared_ptr<SsdStore::Impl::Followed> followed_;
+  PreadPool* const io_;  // null: one read at a time
   std::vector<PartitionView> views_;
   const std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>> buffered_;
   std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>>::const_iterator next_buffered_;
@@ -206,10 +201,9 @@ uint64_t SsdStore::epoch() const { return impl_->epoch(); }
 std::string SsdStore::note() const { return impl_->note(); }
 std::vector<uint64_t> SsdStore::epochs() const { return impl_->epochs(); }
 void SsdStore::release(uint64_t epoch) { impl_->release(epoch); }
-std::unique_ptr<SsdStore::Scan> SsdStore::scan(KeyRange range, bool follow) {
+std::unique_ptr<SsdStore::Scan> SsdStore::scan(KeyRange range, bool follow, uint64_t kept) {
   if (follow) {
-    auto followed = std::make_shared<Impl::Followed>();
-    followed->range = range;
+    auto followed = std::make_shared<Impl::Followed>(impl_->ctx, range, kept);
     Impl::RangeView view = impl_->view(followed);
     return std::make_unique<PartitionScan>(impl_, std::move(view), std::move(followed));
   }

@@ -82,9 +82,9 @@ def test_a_step_waits_for_the_scan(
     """Rows change, and are written to the store, while the scan is going on."""
     scan, waiting = FollowedScan.rows, threading.Event()
 
-    def slow(self: FollowedScan, batch_rows: int) -> Iterator[Any]:
+    def slow(self: FollowedScan, batch_rows: int, last_bytes: int) -> Iterator[Any]:
         waiting.wait(0.2)
-        yield from scan(self, 7)
+        yield from scan(self, 7, last_bytes)
 
     monkeypatch.setattr(FollowedScan, "rows", slow)
     assert fit(make_table("ssd", tmp_path, expiry=RULES[rule], lookahead=4), stream(STEPS), depth=3) == expected[rule]

@@ -123,8 +123,8 @@ MUTANTS = [
     PythonMutant(
         "a part that was read ahead tests rows as of the scan",
         "tiers/scan_ahead.py",
-        "        kept = _absent(keys, np.concatenate([changed_keys, unwritten]))\n",
-        "        kept = _absent(keys, unwritten)\n",
+        "        replaced = _places(keys, np.concatenate([changed_keys, unwritten]))\n",
+        "        replaced = _places(keys, unwritten)\n",
         EXPIRY_AHEAD,
     ),
     PythonMutant(

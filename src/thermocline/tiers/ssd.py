@@ -43,6 +43,8 @@ class SsdStats:
     mem_buffers: int
     mem_total: int
     """All DRAM of the store in bytes; at most mem_budget."""
+    mem_spare: int
+    """Bytes of mem_budget that neither the log nor merges need: for scans that follow changes."""
     mem_budget: int
     keys_read: int
     pages_read: int
@@ -271,9 +273,12 @@ class SsdStore:
             raise ValueError(f"batch_rows is {batch_rows}: it must be at least 1")
         return _batches(self._core.scan(part.lo, part.hi, follow=False), batch_rows, self._row_bytes)
 
-    def follow(self, lo: int, hi: int) -> FollowedScan:
-        """Begin a scan of the keys with hashes from `lo` to `hi`, of the rows as of now, and keep track of changes."""
-        return FollowedScan(self._core.scan(lo, hi, follow=True), self._row_bytes)
+    def follow(self, lo: int, hi: int, kept: int = 0) -> FollowedScan:
+        """Begin a scan of the keys with hashes from `lo` to `hi`, of the rows as of now, and keep track of changes.
+
+        kept   bytes of what the caller keeps of it: counted in the memory of the store as long as the scan exists
+        """
+        return FollowedScan(self._core.scan(lo, hi, follow=True, kept=kept), self._row_bytes)
 
     def position(self) -> str:
         """Return a text that identifies the rows put so far, for `changes`."""
@@ -424,9 +429,9 @@ class FollowedScan:
         self._scan = scan
         self.row_bytes = row_bytes
 
-    def rows(self, batch_rows: int) -> Iterator[tuple[Keys, Rows]]:
-        """Iterate over the rows as of the begin of the scan, in hash order. Once."""
-        return _batches(self._scan, batch_rows, self.row_bytes)
+    def rows(self, batch_rows: int, last_bytes: int | None = None) -> Iterator[tuple[Keys, Rows]]:
+        """Iterate over the rows as of the begin of the scan, or the last bytes of each, in hash order. Once."""
+        return _batches(self._scan, batch_rows, self.row_bytes if last_bytes is None else last_bytes)
 
     def changed(self, part: KeyPart) -> tuple[Keys, Rows, npt.NDArray[np.bool_]] | None:
         """Return the keys of a part of the scanned ones that were put or deleted since the scan began, each once.
