@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import itertools
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -90,6 +92,48 @@ def test_equal_to_planning_without_recordings(sizes: list[int], bags: Any, weigh
     stats, expected = table.hbm.stats(), plain.hbm.stats()
     assert (stats.ids, stats.rows, stats.resident) == (expected.ids, expected.rows, expected.resident)
     assert stats.evictions > 0
+
+
+@pytest.mark.parametrize("rows", [40, 120])  # with evictions, and with room for all keys
+@pytest.mark.parametrize(
+    ("sizes", "bags", "weighted"),
+    [
+        ([1] * 8, [(2, "sum")], False),
+        ([0, 1, 2, 3, 1, 5], [(2, "mean")], True),
+        ([2] * 6, [([0], "mean"), ([1], "none")], False),
+    ],
+)
+def test_windows_without_new_keys_are_planned_by_finding(
+    sizes: list[int], bags: Any, weighted: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few keys, then others: a window with a new key is planned twice, and nothing else differs."""
+    known = equal_batches(6, sizes, keys=8, weighted=weighted)
+    batches = [*known, *known, *equal_batches(4, sizes, keys=60, weighted=weighted), *known, *known]
+    keys = all_keys(batches)
+    plain, _ = train(batches, bags, recorded=False, rows=rows)
+    started: list[tuple[str, int]] = []
+    wait = PlanGraph._wait
+
+    def noted(graph: PlanGraph, plan: Any, lists: Any, event: Any) -> Any:
+        assigned = wait(graph, plan, lists, event)
+        started.append(("find" if plan.slots is plan.resident_slots else "insert", assigned.counts[0]))
+        return assigned
+
+    monkeypatch.setattr(PlanGraph, "_wait", noted)
+    table, backend = train(batches, bags, recorded=True, rows=rows)
+    (graph,) = backend.plan_graphs._graphs.values()
+    assert plan_graph._Kind.FIND in graph._recordings
+    found = [new for kind, new in started if kind == "find"]
+    assert found.count(0) >= 2
+    assert len(found) > found.count(0)
+    for (kind, new), (after, _) in itertools.pairwise(started):
+        assert kind == "insert" or new == 0 or after == "insert"  # a plan that misses a key is not used
+    assert bits(table.read(keys)) == bits(plain.read(keys))
+    assert table.hbm is not None
+    assert plain.hbm is not None
+    table.hbm.check()
+    assert dataclasses.replace(table.hbm.stats(), rows=0) == dataclasses.replace(plain.hbm.stats(), rows=0)
+    assert torch.equal(table.hbm.residents.last_use, plain.hbm.residents.last_use)
 
 
 @pytest.mark.parametrize(

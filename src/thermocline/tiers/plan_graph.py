@@ -5,11 +5,15 @@ header, the keys, then offsets and weights of the bags. All but the header is br
 page-locked memory are copied from where they are. Its outputs are copied out after each replay, into memory that a
 window owns until its pins are released; then a later window uses the memory again, with all views and launches that
 were made for it. Windows of other shapes are planned by the same functions without a recording.
+
+After some windows without a new key, a recording that inserts nothing is tried first (`find_resident`). If it finds
+that a key is not resident, the window is planned again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +23,8 @@ import numpy as np
 import torch
 
 from thermocline.embedding.batch_plan import BagInput, BagInputs
-from thermocline.kernels.evict import COUNTS, NEW
+from thermocline.kernels.evict import COUNTS, LOST, NEW
+from thermocline.kernels.find_resident import find_resident
 from thermocline.kernels.insert import InsertPlan, find_or_insert
 from thermocline.tiers.hbm import Assigned, HbmTier, StagedIds
 from thermocline.tiers.hbm_plan import PlanLists, write_plan
@@ -31,6 +36,8 @@ HEADER = 4
 """Words of the header: slots in use, number of the window, newest completed window, unused."""
 _EVENTS = 16
 """Windows of one shape in flight, each with an event of its own; with more, training waits longer than it must."""
+_RESIDENT_WINDOWS = 4
+"""Windows in a row without a new key, after which the next is expected to have none."""
 _MAX_GRAPHS = 4
 _MAX_SHAPES = 256
 _DIRECT_IDS = 1 << 13
@@ -112,6 +119,17 @@ class _Lists:
     batches: list[PlanLists]
 
 
+class _Kind(enum.Enum):
+    """What a recording does with the keys of a window."""
+
+    FIND = enum.auto()
+    """Finds them; counts[NEW] is the number of ids that are not resident."""
+    INSERT = enum.auto()
+    """Inserts missing keys into unused slots."""
+    EVICT = enum.auto()
+    """Inserts missing keys, and evicts others if slots are missing."""
+
+
 class PlanGraph:
     """The recorded planning of all windows of one shape. Called under the lock of the tier, on its planning stream."""
 
@@ -134,7 +152,9 @@ class PlanGraph:
         self._insert_counts = self._counted[:COUNTS]
         self._segment_counts = self._counted[COUNTS:].view(np.int32).reshape(-1, 4)[:, :3]
         self._words = [layout.words for layout in shape.layouts]
-        self._recordings: dict[bool, Recording[tuple[InsertPlan, torch.Tensor]] | None] = {}
+        self._recordings: dict[_Kind, Recording[tuple[InsertPlan, torch.Tensor]] | None] = {}
+        self._resident_windows = 0
+        """Number of last windows in a row without a new key."""
         self._free: deque[_Lists] = deque()
         """Lists of windows that were released."""
         self._events: deque[torch.cuda.Event] = deque(torch.cuda.Event() for _ in range(_EVENTS) if self._cuda)  # type: ignore[no-untyped-call]
@@ -175,7 +195,6 @@ class PlanGraph:
 
     def launch(self, ids: StagedIds, used: int, now: int, completed: int) -> Callable[[], Assigned]:
         """Plan a window: see `Assign`."""
-        evict = self._keys > self._tier.capacity - used
         self._device_memory()
         assert self._inputs is not None
         header = self._written_header  # the upload before has ended: `wait` ran
@@ -186,11 +205,18 @@ class PlanGraph:
             first += len(keys)
         if len(ids.keys):
             self._inputs[first:].copy_(ids.keys, non_blocking=True)
+        insert = _Kind.EVICT if self._keys > self._tier.capacity - used else _Kind.INSERT
+        if self._resident_windows < _RESIDENT_WINDOWS:
+            return self._start(insert)
+        return partial(self._wait_found, self._start(_Kind.FIND), insert)
+
+    def _start(self, kind: _Kind) -> Callable[[], Assigned]:
+        """Plan the window whose inputs are on the device."""
         lists = self._take_lists()
-        recording = self._recordings.get(evict)
+        recording = self._recordings.get(kind)
         if recording is None:  # as it is, which compiles and loads the kernels
-            self._recordings[evict] = None
-            plan, memory = self._run(evict)
+            self._recordings[kind] = None
+            plan, memory = self._run(kind)
         else:
             plan, memory = recording.replay()
         lists.memory.copy_(memory, non_blocking=True)
@@ -214,10 +240,21 @@ class PlanGraph:
         if event is not None:
             event.synchronize()
         counts, segments = self._insert_counts.tolist(), self._segment_counts.tolist()
+        resident = counts[NEW.value] == 0 and counts[LOST.value] == 0
+        self._resident_windows = self._resident_windows + 1 if resident else 0
         if counts[NEW.value]:
             plan = plan.copy()
         batches = list(zip(lists.batches, segments, strict=True))
         return Assigned(plan, counts, batches, event, partial(self._free.append, lists))
+
+    def _wait_found(self, wait: Callable[[], Assigned], insert: _Kind) -> Assigned:
+        """Wait for a plan that only finds keys; plan the window again if one of them is not resident."""
+        assigned = wait()
+        if assigned.counts[NEW.value] == 0:
+            return assigned
+        assert assigned.recycle is not None
+        assigned.recycle()
+        return self._start(insert)()
 
     def _device_memory(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `_block` and `_counts`. On the planning stream only."""
@@ -235,35 +272,47 @@ class PlanGraph:
     def record(self) -> None:
         """Record what has run before. On the thread that trains, as torch's random generators take part."""
         with self._tier.planning():
-            for evict in [evict for evict, recording in self._recordings.items() if recording is None]:
-                self._recordings[evict] = Recording(partial(self._run, evict), self._tier.device, ahead=True)
+            for kind in [kind for kind, recording in self._recordings.items() if recording is None]:
+                self._recordings[kind] = Recording(partial(self._run, kind), self._tier.device, ahead=True)
 
-    def _run(self, evict: bool) -> tuple[InsertPlan, torch.Tensor]:
-        block, device_counts = self._device_memory()
+    def _run(self, kind: _Kind) -> tuple[InsertPlan, torch.Tensor]:
+        block, counts = self._device_memory()
         block[:HEADER].copy_(self._header, non_blocking=True)
+        memory = torch.empty(sum(self._words), dtype=torch.int32, device=self._tier.device)
+        parts = zip(self.shape.layouts, torch.split(memory, self._words), self.shape.ids, strict=True)
+        lists = [PlanLists(layout, piece, ids) for layout, piece, ids in parts]
+        plan = self._find(block, counts, lists) if kind is _Kind.FIND else self._insert(block, counts, kind)
+        inputs = iter(torch.split(block[HEADER + self.shape.keys :], self.shape.input_sizes()))
+        first = 0
+        segment_counts = counts[COUNTS:].view(torch.int32).view(-1, 4)
+        for n, batch in enumerate(lists):
+            bags = []
+            for count in batch.ids:
+                offsets, weights = next(inputs), next(inputs)
+                bags.append((offsets, weights.view(torch.float32)[:count]))
+            slots = plan.slots[first : first + sum(batch.ids)]
+            first += sum(batch.ids)
+            segment_counts[n, :3].copy_(write_plan(batch, slots, bags).counts)
+        self._record.copy_(counts, non_blocking=True)
+        return plan, memory
+
+    def _insert(self, block: torch.Tensor, counts: torch.Tensor, kind: _Kind) -> InsertPlan:
         tier, keys = self._tier, block[HEADER : HEADER + self.shape.keys]
         used, now, completed, _ = torch.split(block[:HEADER], 1)
         plan = find_or_insert(
-            tier.index, tier.residents, keys, used=used, now=now, completed=completed, count_visits=True, evict=evict
-        )
-        device_counts[:COUNTS].copy_(plan.counts)
-        memory = torch.empty(sum(self._words), dtype=torch.int32, device=tier.device)
-        inputs = iter(torch.split(block[HEADER + self.shape.keys :], self.shape.input_sizes()))
-        first = 0
-        counts = device_counts[COUNTS:].view(torch.int32).view(-1, 4)
-        for n, (layout, ids, piece) in enumerate(
-            zip(self.shape.layouts, self.shape.ids, torch.split(memory, self._words), strict=True)
-        ):
-            bags = []
-            for count in ids:
-                offsets, weights = next(inputs), next(inputs)
-                bags.append((offsets, weights.view(torch.float32)[:count]))
-            slots = plan.slots[first : first + sum(ids)]
-            first += sum(ids)
-            segments = write_plan(PlanLists(layout, piece, ids), slots, bags)
-            counts[n, :3].copy_(segments.counts)
-        self._record.copy_(device_counts, non_blocking=True)
-        return plan, memory
+            tier.index, tier.residents, keys, used=used, now=now, completed=completed, count_visits=True,
+            evict=kind is _Kind.EVICT,
+        )  # fmt: skip
+        counts[:COUNTS].copy_(plan.counts)
+        return plan
+
+    def _find(self, block: torch.Tensor, counts: torch.Tensor, lists: list[PlanLists]) -> InsertPlan:
+        tier, keys = self._tier, block[HEADER : HEADER + self.shape.keys]
+        bags = [slots[:ids] for batch in lists for slots, ids in zip(batch.parts.slots, batch.ids, strict=True)]
+        slots = bags[0] if len(bags) == 1 else torch.empty(len(keys), dtype=torch.int32, device=tier.device)
+        counts[:COUNTS].zero_()
+        find_resident(tier.index, tier.residents, keys, slots, counts[NEW.value :], now=block[1:2])
+        return InsertPlan.of_residents(slots, counts[:COUNTS])
 
 
 class PlanGraphs:
