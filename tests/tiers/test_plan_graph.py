@@ -174,8 +174,43 @@ def test_page_locked_ids_are_not_copied_on_the_host(
     table.hbm.check()
 
 
-def test_page_locked_ids_live_until_the_device_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "weighted"), [([1] * 8, False), ([0, 1, 2, 3, 1, 5], False), ([0, 1, 2, 3, 1, 5], True)]
+)
+def test_many_ids_are_uploaded_before_their_plan_is_launched(
+    sizes: list[int], weighted: bool, locked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With evictions, windows that are planned again, and with ids that are in page-locked memory or not."""
+    batches = equal_batches(9, sizes, weighted=weighted)
+    keys = all_keys(batches)
+    plain, _ = train(batches, [(2, "mean")], recorded=False)
+    staged: list[Any] = []
+    stage = PlanGraph.stage
+    if INTERPRETED:
+        monkeypatch.setattr(plan_graph, "is_page_locked", lambda tensor: locked)
+    elif locked:
+        for batch in batches:
+            batch.ids = torch.from_numpy(batch.ids.view(np.int64)).pin_memory().numpy().view(np.uint64)
+    monkeypatch.setattr(plan_graph, "_DIRECT_IDS", 1)
+    monkeypatch.setattr(plan_graph, "_IDS_AHEAD", 1)
+    monkeypatch.setattr(PlanGraph, "stage", lambda *given: staged.append(stage(*given)) or staged[-1])
+    table, backend = train(batches, [(2, "mean")], recorded=True)
+    (graph,) = backend.plan_graphs._graphs.values()
+    assert len(staged) >= 3
+    for ids in staged:
+        assert len(ids.keys) == graph.shape.words - plan_graph.HEADER
+        assert len(ids.sources) == (3 if locked else 1)  # the ids of two batches and the rest, or all in one
+        assert (ids.uploaded is None) == INTERPRETED
+    assert bits(table.read(keys)) == bits(plain.read(keys))
+    assert table.hbm is not None
+    table.hbm.check()
+
+
+@pytest.mark.parametrize("ahead", [1, 1 << 18])
+def test_page_locked_ids_live_until_the_device_has_read_them(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Staged inputs keep the memory alive, and the tier keeps them until the plan is read."""
+    monkeypatch.setattr(plan_graph, "_IDS_AHEAD", ahead)
     monkeypatch.setattr(plan_graph, "is_page_locked", lambda tensor: True)
     monkeypatch.setattr(plan_graph, "_DIRECT_IDS", 1)
     table = tc.Table(4, tc.SGD(lr=0.01), hbm=bytes_for(40, 4), mem="4MB", device=DEVICE)

@@ -78,6 +78,8 @@ class StagedIds:
     uploaded: torch.cuda.Event | None
     in_place: tuple[torch.Tensor, ...] = ()
     """Ids in page-locked memory of the batches, which `Assign` uploads before the block."""
+    sources: tuple[torch.Tensor, ...] = ()
+    """Page-locked memory that is being copied to `keys`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -290,10 +292,22 @@ class HbmTier:
         """Concatenate the ids of a window and start their upload. May be called from any thread, ahead of `pin`."""
         listed = torch.empty(sum(map(len, ids)), dtype=torch.int64, pin_memory=self._cuda)
         np.concatenate([np.empty(0, np.uint64), *ids], out=listed.numpy().view(np.uint64))
+        return self.upload((listed,), len(listed))
+
+    def upload(self, sources: tuple[torch.Tensor, ...], count: int) -> StagedIds:
+        """Start to copy `sources`, int64 in page-locked memory, to the device, one after the other. Any thread.
+
+        Their memory must not change until a plan with the result has ended.
+        """
         if self._staging is None:
-            return StagedIds(listed, len(listed), None)
+            return StagedIds(torch.cat(sources), count, None, sources=sources)
         with OnStream(self._staging):
-            return StagedIds(listed.to(self.device, non_blocking=True), len(listed), self._staging.record_event())
+            keys = torch.empty(sum(map(len, sources)), dtype=torch.int64, device=self.device)
+            first = 0
+            for part in sources:
+                keys[first : first + len(part)].copy_(part, non_blocking=True)
+                first += len(part)
+            return StagedIds(keys, count, self._staging.record_event(), sources=sources)
 
     def pin(self, ids: StagedIds, assign: Assign | None = None) -> HbmPins:
         """Assign and pin a slot for every id of a window, in order; `load` fills the slots.

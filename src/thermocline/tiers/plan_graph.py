@@ -2,7 +2,8 @@
 
 Windows of equal shape, with the same number of ids in every bag, share a recording. Its inputs lie in one block: a
 header, the keys, then offsets and weights of the bags. All but the header is brought to the device by one copy; ids in
-page-locked memory are copied from where they are. Its outputs are copied out after each replay, into memory that a
+page-locked memory are copied from where they are; many ids are copied ahead, while earlier windows are planned. Its
+outputs are copied out after each replay, into memory that a
 window owns until its pins are released; then a later window uses the memory again, with all views and launches that
 were made for it. Windows of other shapes are planned by the same functions without a recording.
 
@@ -42,6 +43,10 @@ _MAX_GRAPHS = 4
 _MAX_SHAPES = 256
 _DIRECT_IDS = 1 << 13
 """Least mean number of ids per bag for an upload of their own: a launch takes about as long as a copy of 64 KB."""
+
+_IDS_AHEAD = 1 << 18
+"""Least number of ids of a window for an upload before its plan is launched: shorter uploads take less time than memory
+and events of their own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,7 +165,7 @@ class PlanGraph:
         self._events: deque[torch.cuda.Event] = deque(torch.cuda.Event() for _ in range(_EVENTS) if self._cuda)  # type: ignore[no-untyped-call]
 
     def stage(self, inputs: Sequence[BagInputs]) -> StagedIds:
-        """Write the inputs of a window to a block in page-locked memory. Any thread.
+        """Write the inputs of a window to a block in page-locked memory, and start the upload of many. Any thread.
 
         Ids that are in page-locked memory themselves stay there: `launch` uploads them, and the block has the rest.
         They must not change until then. The tensors of `StagedIds` keep their memory alive, and `HbmTier` keeps
@@ -182,6 +187,8 @@ class PlanGraph:
             if weights:
                 words[first + offsets : first + offsets + weights].view(np.float32)[: len(source.ids)] = source.weights
             first += offsets + weights
+        if self._keys >= _IDS_AHEAD:
+            return self._tier.upload((*in_place, block), self._keys)
         return StagedIds(block, self._keys, None, in_place)
 
     def _in_place(self, sources: Sequence[BagInput]) -> tuple[torch.Tensor, ...]:
