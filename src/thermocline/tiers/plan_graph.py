@@ -27,6 +27,7 @@ from thermocline.embedding.batch_plan import BagInput, BagInputs
 from thermocline.kernels.evict import COUNTS, LOST, NEW
 from thermocline.kernels.find_resident import find_resident
 from thermocline.kernels.insert import InsertPlan, find_or_insert
+from thermocline.kernels.rows import copy_in
 from thermocline.tiers.hbm import Assigned, HbmTier, StagedIds
 from thermocline.tiers.hbm_plan import PlanLists, write_plan
 from thermocline.tiers.plan_layout import BagLayout, Capacities, PlanLayout
@@ -151,6 +152,8 @@ class PlanGraph:
         """The block after the header."""
         self._counts: torch.Tensor | None = None
         """Counts of the insertion, then three int32 counts of segments per batch. Allocated with `_block`."""
+        self._one: torch.Tensor | None = None
+        """The words 1 and 0. Allocated with `_block`."""
         self._record = fixed_words(COUNTS + 2 * len(shape.ids), tier.device)
         """`_counts` on the host."""
         self._written_header, self._counted = self._header.numpy(), self._record.numpy()
@@ -269,6 +272,7 @@ class PlanGraph:
             self._block = torch.empty(self.shape.words, dtype=torch.int64, device=self._tier.device)
             self._inputs = self._block[HEADER:]
             self._counts = torch.zeros(len(self._record), dtype=torch.int64, device=self._tier.device)
+            self._one = torch.arange(1, -1, -1, device=self._tier.device)
         return self._block, self._counts
 
     @property
@@ -284,7 +288,7 @@ class PlanGraph:
 
     def _run(self, kind: _Kind) -> tuple[InsertPlan, torch.Tensor]:
         block, counts = self._device_memory()
-        block[:HEADER].copy_(self._header, non_blocking=True)
+        self._upload_header(block)
         memory = torch.empty(sum(self._words), dtype=torch.int32, device=self._tier.device)
         parts = zip(self.shape.layouts, torch.split(memory, self._words), self.shape.ids, strict=True)
         lists = [PlanLists(layout, piece, ids) for layout, piece, ids in parts]
@@ -302,6 +306,12 @@ class PlanGraph:
             segment_counts[n, :3].copy_(write_plan(batch, slots, bags).counts)
         self._record.copy_(counts, non_blocking=True)
         return plan, memory
+
+    def _upload_header(self, block: torch.Tensor) -> None:
+        """Copy the header by a kernel: a copy by the device's copy engine would wait for an upload of ids before it."""
+        assert self._one is not None
+        header, target = (words[:HEADER].view(torch.int32).view(1, -1) for words in (self._header, block))
+        copy_in(target, self._one[1:].view(torch.int32), header, self._one)
 
     def _insert(self, block: torch.Tensor, counts: torch.Tensor, kind: _Kind) -> InsertPlan:
         tier, keys = self._tier, block[HEADER : HEADER + self.shape.keys]
