@@ -33,7 +33,7 @@ from thermocline.kernels.launch import stream_ahead
 from thermocline.kernels.rebuild import entries_reference, rebuild
 from thermocline.kernels.rows import copy_in, copy_out
 from thermocline.tiers.dram import DramTier
-from thermocline.tiers.hbm_transfer import PendingLoad, RowTransfer, as_uint64
+from thermocline.tiers.hbm_transfer import TRANSFER_BYTES, PendingLoad, RowTransfer, as_uint64
 from thermocline.utils.recording import OnStream, current_stream
 from thermocline.utils.text_format import format_size
 
@@ -216,7 +216,7 @@ class _Planning:
 
 def row_capacity(budget: int, floats: int) -> int:
     """Return the number of rows of `floats` floats that a budget holds, with their index and metadata."""
-    low, high = 0, budget // (4 * floats + BYTES_PER_SLOT + 1) + 1
+    low, high = 0, budget // (4 * floats + BYTES_PER_SLOT + TRANSFER_BYTES) + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if bytes_for(middle, floats) <= budget else (low, middle)
@@ -225,7 +225,7 @@ def row_capacity(budget: int, floats: int) -> int:
 
 def bytes_for(rows: int, floats: int) -> int:
     """Return the budget that `rows` rows need, with their index and metadata."""
-    return rows * (4 * floats + BYTES_PER_SLOT + 1) + Index.bytes_for(2 * rows)
+    return rows * (4 * floats + BYTES_PER_SLOT + TRANSFER_BYTES) + Index.bytes_for(2 * rows)
 
 
 class HbmTier:
@@ -583,7 +583,13 @@ class HbmTier:
     def stats(self) -> HbmStats:
         with self._window_lock:
             windows = len(self._outstanding)
-        tensors = (self.arena, self.index.words, self.residents.keys, self.residents.last_use, self._transfer.dirty)
+        metadata = (
+            self.residents.keys,
+            self.residents.last_use,
+            self._transfer.dirty,
+            self._transfer.dram_slots.memory,
+        )
+        tensors = (self.arena, self.index.words, *metadata)
         return HbmStats(
             capacity=self.capacity,
             resident=self._used,
