@@ -8,6 +8,7 @@ import itertools
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -268,7 +269,7 @@ def test_memory_of_released_windows_is_used_again(sizes: list[int], accumulate: 
     assert bits(table.read(keys)) == bits(plain.read(keys))
     (graph,) = backend.plan_graphs._graphs.values()
     used = {lists.memory.data_ptr() for lists in graph._free}
-    assert 2 <= len(used) <= 3 + accumulate  # of 12 windows
+    assert 2 <= len(used) <= 3 + accumulate + plan_graph._SPARE_LISTS  # of 12 windows
     assert len(used) == len(graph._free)
     assert all(len(lists.batches) == 2 for lists in graph._free)
 
@@ -293,6 +294,42 @@ def test_memory_of_windows_in_flight_is_not_used_again() -> None:
         backend.require_idle()
     del plan, plans, released, other
     backend.require_idle()
+    assert bag.table is table
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.ended = False
+
+    def query(self) -> bool:
+        return self.ended
+
+
+def test_planning_does_not_wait_for_training_while_there_are_spare_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest released lists are used again when training has read them; else new ones, as long as there are."""
+    batches = equal_batches(3, [1] * 8)
+    table, backend = train(batches, [(2, "sum")], recorded=True, rows=60)
+    bag = tc.EmbeddingBag(table, 2)
+    assert table.hbm is not None
+    for batch in batches[:2]:  # the recording of windows of one batch
+        table.prepare(batch)
+    graph = next(graph for graph in backend.plan_graphs._graphs.values() if len(graph.shape.ids) == 1)
+    graph._free.clear()
+    waits: list[Any] = []
+    stream = SimpleNamespace(wait_event=waits.append)
+    monkeypatch.setattr(plan_graph, "current_stream", lambda device: stream)
+    monkeypatch.setattr(table.hbm, "record_uses", lambda events: events.setdefault(0, FakeEvent()))
+    taken = [graph._take_lists()]
+    for _ in range(plan_graph._SPARE_LISTS):  # training still reads what was released
+        graph._give_back(taken[-1])
+        taken.append(graph._take_lists())
+    assert waits == []
+    assert len({lists.memory.data_ptr() for lists in taken}) == 1 + plan_graph._SPARE_LISTS
+    graph._give_back(taken[-1])
+    assert graph._take_lists() is taken[0]  # no spare ones: wait for the oldest
+    assert waits == [taken[0].uses[0]]
+    taken[1].uses[0].ended = True  # type: ignore[attr-defined]
+    assert graph._take_lists() is taken[1]
     assert bag.table is table
 
 

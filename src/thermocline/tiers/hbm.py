@@ -275,6 +275,7 @@ class HbmTier:
         self._outstanding: set[int] = set()
         self._training_streams: dict[int, torch.cuda.Stream] = {}  # by handle: used since the last `_last_uses`
         self._training_events: dict[int, torch.cuda.Event] = {}  # by handle: after the last uses of rows
+        self._all_streams: dict[int, torch.cuda.Stream] = {}  # by handle: used since the tier was created
         self.rows = 0
         """`HbmStats.rows`, counted by `HbmBackend`."""
         self._ids = self._misses = self._evictions = self._rebuilds = 0
@@ -442,7 +443,8 @@ class HbmTier:
             handle = torch._C._cuda_getCurrentRawStream(self._device_index)
             if handle not in self._training_streams:
                 with self._window_lock:
-                    self._training_streams[handle] = current_stream(self.device)
+                    stream = current_stream(self.device)
+                    self._training_streams[handle] = self._all_streams[handle] = stream
 
     @property
     def dirty(self) -> torch.Tensor:
@@ -467,6 +469,14 @@ class HbmTier:
                     event = self._training_events[handle] = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(stream)
             return list(self._training_events.values())
+
+    def record_uses(self, events: dict[int, torch.cuda.Event]) -> None:
+        """Record an event per training stream, by its handle, after what was launched so far. Any thread."""
+        with self._window_lock:
+            for handle, stream in self._all_streams.items():
+                if handle not in events:
+                    events[handle] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                events[handle].record(stream)
 
     def wait_for_training(self) -> None:
         """Make the planning stream wait for what training has launched so far on pinned rows and their plans."""

@@ -38,6 +38,8 @@ HEADER = 4
 """Words of the header: slots in use, number of the window, newest completed window, unused."""
 _EVENTS = 16
 """Windows of one shape in flight, each with an event of its own; with more, training waits longer than it must."""
+_SPARE_LISTS = 2
+"""Lists of a shape beyond those of windows in flight, allocated so that planning need not wait for training."""
 _RESIDENT_WINDOWS = 4
 """Windows in a row without a new key, after which the next is expected to have none."""
 _MAX_GRAPHS = 4
@@ -123,6 +125,13 @@ class _Lists:
 
     memory: torch.Tensor
     batches: list[PlanLists]
+    uses: dict[int, torch.cuda.Event] = dataclasses.field(default_factory=dict)
+    """Per training stream: recorded after the last use of the lists."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether training still reads the lists of a released window."""
+        return not all(event.query() for event in self.uses.values())  # type: ignore[no-untyped-call]
 
 
 class _Kind(enum.Enum):
@@ -164,7 +173,8 @@ class PlanGraph:
         self._resident_windows = 0
         """Number of last windows in a row without a new key."""
         self._free: deque[_Lists] = deque()
-        """Lists of windows that were released."""
+        """Lists of windows that were released, oldest first."""
+        self._spare_lists = _SPARE_LISTS
         self._events: deque[torch.cuda.Event] = deque(torch.cuda.Event() for _ in range(_EVENTS) if self._cuda)  # type: ignore[no-untyped-call]
 
     def stage(self, inputs: Sequence[BagInputs]) -> StagedIds:
@@ -239,12 +249,20 @@ class PlanGraph:
 
     def _take_lists(self) -> _Lists:
         """Return memory for the lists of a window, which the planning stream may overwrite from now on."""
-        if not self._free:
-            memory = torch.empty(sum(self._words), dtype=torch.int32, device=self._tier.device)
-            parts = zip(self.shape.layouts, torch.split(memory, self._words), self.shape.ids, strict=True)
-            return _Lists(memory, [PlanLists(layout, piece, ids) for layout, piece, ids in parts])
-        self._tier.wait_for_training()  # which may still read the lists
-        return self._free.popleft()
+        if self._free and (self._spare_lists == 0 or not self._free[0].in_use):
+            lists = self._free.popleft()
+            for event in lists.uses.values():
+                current_stream(self._tier.device).wait_event(event)
+            return lists
+        self._spare_lists -= bool(self._free)
+        memory = torch.empty(sum(self._words), dtype=torch.int32, device=self._tier.device)
+        parts = zip(self.shape.layouts, torch.split(memory, self._words), self.shape.ids, strict=True)
+        return _Lists(memory, [PlanLists(layout, piece, ids) for layout, piece, ids in parts])
+
+    def _give_back(self, lists: _Lists) -> None:
+        """Use the lists for a later window, after what training has launched so far. Any thread."""
+        self._tier.record_uses(lists.uses)
+        self._free.append(lists)
 
     def _wait(self, plan: InsertPlan, lists: _Lists, event: torch.cuda.Event | None) -> Assigned:
         if event is not None:
@@ -255,7 +273,7 @@ class PlanGraph:
         if counts[NEW.value]:
             plan = plan.copy()
         batches = list(zip(lists.batches, segments, strict=True))
-        return Assigned(plan, counts, batches, event, partial(self._free.append, lists))
+        return Assigned(plan, counts, batches, event, partial(self._give_back, lists))
 
     def _wait_found(self, wait: Callable[[], Assigned], insert: _Kind) -> Assigned:
         """Wait for a plan that only finds keys; plan the window again if one of them is not resident."""
