@@ -26,6 +26,7 @@ from dlrm_workload import page_locked
 from hbm_train import DIM, FEATURES, IDS_PER_FEATURE, key_of, power_law
 
 import thermocline as tc
+from thermocline.tiers.dram import KnownSlots
 from thermocline.tiers.hbm import HbmTier, bytes_for
 
 DEPTHS = (1, 2, 4, 6)
@@ -108,12 +109,15 @@ class Parts:
 
 
 def host_rows(table: tc.Table, keys: int, rows: int, rounds: int = 20) -> dict[str, float]:
-    """Milliseconds to read and to push rows of the DRAM tier, alone and both at once, and to copy their bytes."""
+    """Milliseconds to read and to push rows of the DRAM tier, alone and both at once, and to copy their bytes.
+
+    At once, as in training, rows are pushed to the slots that their loads noted.
+    """
     generator = np.random.default_rng(1)
     read = torch.empty(rows, DIM, pin_memory=True).numpy()
     pushed = torch.ones(rows, DIM, pin_memory=True).numpy()
-    times: dict[str, list[float]] = {"read": [], "push": [], "read beside push": [], "push beside read": [], "both": []}
-    times |= {"memcpy, one thread": []}
+    names = ("read", "push", "push by slot", "read beside push", "push beside read", "both", "memcpy, one thread")
+    times: dict[str, list[float]] = {name: [] for name in names}
 
     def some() -> Any:
         numbers = generator.permutation(np.unique(generator.integers(0, FEATURES * keys, 2 * rows)))[:rows]
@@ -127,14 +131,22 @@ def host_rows(table: tc.Table, keys: int, rows: int, rounds: int = 20) -> dict[s
     def read_rows(name: str, wanted: Any) -> None:
         timed(name, lambda: table.dram.read_into(wanted, read))
 
-    def push_rows(name: str, wanted: Any) -> None:
-        timed(name, lambda: table.dram.push_stored(wanted, pushed, unique=True))
+    def push_rows(name: str, wanted: Any, known: KnownSlots | None = None) -> None:
+        timed(name, lambda: table.dram.push_stored(wanted, pushed, unique=True, known=known))
+
+    def slots_of(wanted: Any) -> KnownSlots:
+        version, slots = table.dram.slots_version, np.empty(len(wanted), np.uint32)
+        table.dram.read_into(wanted, read, slots)
+        return KnownSlots(slots, version)
 
     for _ in range(rounds):
+        evicted, others = some(), some()
+        slots, other_slots = slots_of(evicted), slots_of(others)  # now: later reads and pushes replace them in caches
         read_rows("read", some())
         push_rows("push", some())
+        push_rows("push by slot", evicted, slots)
         wanted = some()
-        thread = threading.Thread(target=push_rows, args=("push beside read", some()))
+        thread = threading.Thread(target=push_rows, args=("push beside read", others, other_slots))
         begin = time.perf_counter()
         thread.start()
         read_rows("read beside push", wanted)

@@ -148,17 +148,28 @@ std::pair<size_t, uint32_t> dirty_rows(DramTier& self, uint32_t next, KeysOutArg
   return {n, next};
 }
 
-std::pair<size_t, size_t> read(DramTier& self, KeysArg keys, FloatsOutArg rows) {
+template <typename Slots>
+void check_count(const std::optional<Slots>& slots, size_t count) {
+  if (!slots || slots->size() == count) return;
+  throw Error("slots have " + std::to_string(slots->size()) + " elements, expected " + std::to_string(count));
+}
+
+std::pair<size_t, size_t> read(DramTier& self, KeysArg keys, FloatsOutArg rows, std::optional<SlotsOutArg> slots) {
   check_stored(self, keys.size(), rows);
+  check_count(slots, keys.size());
   nb::gil_scoped_release release;
-  const auto sources = self.read(keys.data(), keys.size(), reinterpret_cast<uint8_t*>(rows.data()));
+  const auto sources =
+      self.read(keys.data(), keys.size(), reinterpret_cast<uint8_t*>(rows.data()), slots ? slots->data() : nullptr);
   return {sources.resident, sources.store};
 }
 
-void push(DramTier& self, KeysArg keys, FloatsArg rows, bool dirty, bool unique) {
+void push(DramTier& self, KeysArg keys, FloatsArg rows, bool dirty, bool unique, std::optional<SlotsArg> slots,
+          uint64_t version) {
   check_stored(self, keys.size(), rows);
+  check_count(slots, keys.size());
   nb::gil_scoped_release release;
-  self.push(keys.data(), keys.size(), reinterpret_cast<const uint8_t*>(rows.data()), dirty, unique);
+  self.push(keys.data(), keys.size(), reinterpret_cast<const uint8_t*>(rows.data()), dirty, unique,
+            {slots ? slots->data() : nullptr, version});
 }
 
 size_t erase(DramTier& self, KeysArg keys) {
@@ -273,8 +284,9 @@ void bind_dram(nb::module_& m) {
       .def("unpin", &unpin, "slots"_a.noconvert(), "dirty"_a, "keys"_a.noconvert().none())
       .def("mark_dirty", &mark_dirty, "slots"_a.noconvert())
       .def("dirty_rows", &dirty_rows, "next"_a, "keys"_a.noconvert(), "rows"_a.noconvert(), "lo"_a, "hi"_a)
-      .def("read", &read, "keys"_a.noconvert(), "rows"_a.noconvert())
-      .def("push", &push, "keys"_a.noconvert(), "rows"_a.noconvert(), "dirty"_a, "unique"_a = false)
+      .def("read", &read, "keys"_a.noconvert(), "rows"_a.noconvert(), "slots"_a.noconvert().none() = nb::none())
+      .def("push", &push, "keys"_a.noconvert(), "rows"_a.noconvert(), "dirty"_a, "unique"_a = false,
+           "slots"_a.noconvert().none() = nb::none(), "version"_a = 0)
       .def("erase", &erase, "keys"_a.noconvert())
       .def("end_writes", &end_writes, "keys"_a.noconvert())
       .def("unwritten_rows", &unwritten_rows, "lo"_a, "hi"_a)
@@ -288,6 +300,8 @@ void bind_dram(nb::module_& m) {
       .def("initial_rows", &initial_rows, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def_prop_ro("capacity", &DramTier::capacity)
       .def_prop_ro("calls_at_once", &DramTier::calls_at_once)
+      .def_prop_ro("slots_version", &DramTier::slots_version)
+      .def_prop_ro("keeps_slots", &DramTier::keeps_slots)
       .def_prop_ro("pinned", &DramTier::pinned)
       .def_prop_ro("loaded_ahead", &DramTier::loaded_ahead)
       .def_prop_ro("read_from_store", &DramTier::rows_read_from_store)

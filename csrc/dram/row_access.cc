@@ -115,12 +115,12 @@ void DramTier::for_lookup_tasks(size_t n, const F& f) {
 
 // ---- read
 
-DramTier::Sources DramTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
+DramTier::Sources DramTier::read(const uint64_t* keys, size_t n, uint8_t* rows, uint32_t* slots) {
   ScratchPool::Lease s(scratch_);
   Sources sources;
   for (size_t b = 0; b < n; b += s->keys_max()) {
     const size_t part = std::min(s->keys_max(), n - b);
-    const Sources from = read_part(*s, keys + b, part, rows + b * row_bytes_);
+    const Sources from = read_part(*s, keys + b, part, rows + b * row_bytes_, slots ? slots + b : nullptr);
     sources.resident += from.resident;
     sources.store += from.store;
   }
@@ -132,10 +132,10 @@ DramTier::Sources DramTier::read(const uint64_t* keys, size_t n, uint8_t* rows) 
 
 // First pass: copies the resident rows and notes the state of every key. Second pass: waits for rows that other threads
 // load, and reads the remaining keys from the store.
-DramTier::Sources DramTier::read_part(Scratch& s, const uint64_t* keys, size_t n, uint8_t* rows) {
+DramTier::Sources DramTier::read_part(Scratch& s, const uint64_t* keys, size_t n, uint8_t* rows, uint32_t* slots) {
   using ReadState = Scratch::ReadState;
   const Scratch::ReadStatus lookups = s.read_status();
-  if (copy_resident(lookups, keys, n, rows) == n) return {n, 0};
+  if (copy_resident(lookups, keys, n, rows, slots) == n) return {n, 0};
   const Scratch::StoreReads reads = s.store_reads();
   size_t missing = 0;
   for (size_t i = 0; i < n; ++i) {
@@ -151,7 +151,8 @@ DramTier::Sources DramTier::read_part(Scratch& s, const uint64_t* keys, size_t n
 }
 
 // Returns the number of rows copied. Rows that are being loaded are pinned instead.
-size_t DramTier::copy_resident(const Scratch::ReadStatus& lookups, const uint64_t* keys, size_t n, uint8_t* rows) {
+size_t DramTier::copy_resident(const Scratch::ReadStatus& lookups, const uint64_t* keys, size_t n, uint8_t* rows,
+                               uint32_t* slots) {
   using ReadState = Scratch::ReadState;
   const RowCopy copy(rows, row_bytes_);
   std::atomic<size_t> all_copied{0};
@@ -161,6 +162,7 @@ size_t DramTier::copy_resident(const Scratch::ReadStatus& lookups, const uint64_
     const auto prefetch = [&](uint32_t slot) { prefetch_row(row(slot), std::min(row_bytes_, kPrefetchRowBytes)); };
     const auto visit = [&](Shard& shard, size_t i, uint32_t slot) {
       lookups.status[i] = slot == kNoSlot ? ReadState::kMissing : ReadState::kCopied;
+      if (slots) slots[i] = kNoSlot;
       if (slot == kNoSlot) return;
       if (is_loading(meta()[slot].load_state())) {
         shard.pin(slot);
@@ -168,6 +170,7 @@ size_t DramTier::copy_resident(const Scratch::ReadStatus& lookups, const uint64_
         lookups.loading_slots[i] = slot;
       } else {
         copy(rows + i * row_bytes_, row(slot));
+        if (slots && keeps_slots()) slots[i] = slot;
         ++copied;
       }
     };
@@ -209,13 +212,17 @@ size_t DramTier::read_from_store(const Scratch::StoreReads& reads, size_t n, uin
 
 // ---- push
 
-void DramTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique) {
+void DramTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique, KnownSlots known) {
   ScratchPool::Lease s(scratch_);
   uint32_t* const slots = s->pushed_slots();
   for (size_t b = 0; b < n; b += s->keys_max()) {
     const size_t part = std::min(s->keys_max(), n - b);
     const uint8_t* from = rows + b * row_bytes_;
-    if (unique && !store_ && replace_resident(keys + b, part, from, dirty)) continue;
+    if (unique && !store_) {
+      const bool replaced = known.slots ? replace_known(keys + b, part, from, dirty, {known.slots + b, known.version})
+                                        : replace_resident(keys + b, part, from, dirty);
+      if (replaced) continue;
+    }
     acquire(*s, keys + b, part, slots, from);
     if (unique) {
       const RowCopy copy(slab_.as<uint8_t>(), row_bytes_);
@@ -257,14 +264,61 @@ bool DramTier::replace_resident(const uint64_t* keys, size_t n, const uint8_t* r
       changed[count++] = slot;
     });
     copy.fence();
-    // Not in the copy loop: an atomic read-modify-write waits until all earlier streaming stores have completed.
-    for (size_t j = 0; dirty && j < count; ++j) {
-      __builtin_prefetch(&dirty_words()[changed[std::min(j + kPrefetchAhead, count - 1)] / 64], 1);
-      set_dirty(changed[j]);
-    }
+    if (dirty) set_dirty_rows(changed, count);
   });
   if (all_resident) hits_ += n;
   return all_resident;
+}
+
+// Not in a loop of copies: an atomic read-modify-write waits until all earlier streaming stores have completed.
+void DramTier::set_dirty_rows(const uint32_t* slots, size_t n) {
+  for (size_t j = 0; j < n; ++j) {
+    __builtin_prefetch(&dirty_words()[slots[std::min(j + kPrefetchAhead, n - 1)] / 64], 1);
+    set_dirty(slots[j]);
+  }
+}
+
+// replace_resident with slots that read() has returned: looks a key up only if its slot is unknown or may have another.
+bool DramTier::replace_known(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, KnownSlots known) {
+  const RowCopy copy(slab_.as<uint8_t>(), row_bytes_);
+  std::atomic<bool> all_resident{true};
+  std::shared_lock no_erase(erase_mutex_);
+  const bool valid = known.version == slots_version_;
+  for_lookup_tasks(n, [&](size_t begin, size_t end) {
+    if (!all_resident.load(std::memory_order_relaxed)) return;
+    uint32_t slots[kUnlockedKeys];
+    for (size_t i = begin; i < end; ++i) {
+      const uint32_t ahead = known.slots[std::min(i + kLookupAhead, end - 1)];
+      if (!valid && ahead < plan_.capacity) __builtin_prefetch(&meta()[ahead]);
+      slots[i - begin] = known_slot(keys[i], known.slots[i], valid);
+      if (slots[i - begin] == kNoSlot) {
+        all_resident = false;
+        return;
+      }
+    }
+    for (size_t i = begin; i < end; ++i) {
+      prefetch_page(row(slots[std::min(i + kPrefetchAhead, end - 1) - begin]));
+      copy(row(slots[i - begin]), rows + i * row_bytes_);
+    }
+    copy.fence();
+    if (dirty) set_dirty_rows(slots, end - begin);
+  });
+  if (all_resident) hits_ += n;
+  return all_resident;
+}
+
+// The slot of a key that is kReady, or kNoSlot. `slot`: where it was; `valid`: where it is, unless kNoSlot.
+uint32_t DramTier::known_slot(uint64_t key, uint32_t slot, bool valid) {
+  if (slot < plan_.capacity && (valid || meta()[slot].holds(key))) return slot;
+  const Hash h = hash(key);
+  std::lock_guard lock(shards_[h.shard].mutex);
+  const uint32_t found = shards_[h.shard].find(h.tag, key);
+  return found != kNoSlot && meta()[found].load_state() == SlotState::kReady ? found : kNoSlot;
+}
+
+uint64_t DramTier::next_slots_version() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
 }
 
 // ---- erase
@@ -315,6 +369,7 @@ void DramTier::end_writes(const uint64_t* keys, size_t n) {
 // removed it from the store is over, or its slot is kLoading here: it becomes kErased, and no call waits for a load.
 size_t DramTier::erase(const uint64_t* keys, size_t n) {
   std::lock_guard no_copies(erase_mutex_);
+  slots_version_ = next_slots_version();
   std::atomic<size_t> erased{0};
   for_resident(keys, n, [&](Shard& shard, Hash h, uint64_t key, uint32_t slot) {
     ++erased;

@@ -98,6 +98,7 @@ DramTier::DramTier(const TierOptions& options, RowStore* store)
       pool_(options.threads),
       scratch_(plan_.scratches, plan_.scratch_keys, false),
       small_scratch_(plan_.scratches, std::min(plan_.scratch_keys, kSmallKeys), true),
+      slots_version_(next_slots_version()),
       reserve_(options_.write_ahead.value_or(plan_.capacity / 16)),
       background_([this] { write_ahead(reserve_); }) {
   for (uint32_t s = 0; s < plan_.shards; ++s) {

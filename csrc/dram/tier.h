@@ -102,11 +102,22 @@ class DramTier {
   struct Sources {
     size_t resident = 0, store = 0;
   };
-  // Copies the current rows; unknown keys get initial rows. Inserts nothing and does not count as a visit.
-  Sources read(const uint64_t* keys, size_t n, uint8_t* rows);
+  // Copies the current rows; unknown keys get initial rows. Inserts nothing and does not count as a visit. `slots`, if
+  // not null, receives the slots of rows that keep them, for push(): those in a tier without a store; else kNoSlot.
+  Sources read(const uint64_t* keys, size_t n, uint8_t* rows, uint32_t* slots = nullptr);
+  // Slots that read() has returned for the keys of a push, kNoSlot if unknown, and slots_version() before that read().
+  struct KnownSlots {
+    const uint32_t* slots;
+    uint64_t version;
+  };
   // Replaces whole rows without reading the store. The last row of a repeated key wins; `unique` states that no key
   // repeats, which is faster. Large batches are pushed in parts: after an exception some rows may be in the tier.
-  void push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique = false);
+  // `known` saves lookups of unique keys; a slot that has lost its key since is not used.
+  void push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique = false,
+            KnownSlots known = {nullptr, 0});
+  // Differs between tiers and changes with erase(): a slot of the same version still has its key.
+  uint64_t slots_version() const { return slots_version_; }
+  bool keeps_slots() const { return store_ == nullptr; }
   // Replaces the rows of `keys` by their initial rows, as if they had never been trained: frees the slots of unpinned
   // rows, and overwrites pinned ones. The caller has removed the keys from the store before, while none of these rows
   // was dirty or being written (end_writes), and no other call may change them. Pulls that are loading one of these
@@ -243,13 +254,18 @@ class DramTier {
   void for_each_unlocked(const uint64_t* keys, size_t begin, size_t end, const Prefetch& prefetch, const Visit& visit);
   template <typename F>
   void for_lookup_tasks(size_t n, const F& f);
-  Sources read_part(Scratch& s, const uint64_t* keys, size_t n, uint8_t* rows);
-  size_t copy_resident(const Scratch::ReadStatus& lookups, const uint64_t* keys, size_t n, uint8_t* rows);
+  Sources read_part(Scratch& s, const uint64_t* keys, size_t n, uint8_t* rows, uint32_t* slots);
+  size_t copy_resident(const Scratch::ReadStatus& lookups, const uint64_t* keys, size_t n, uint8_t* rows,
+                       uint32_t* slots);
   bool copy_when_loaded(Scratch& s, uint32_t slot, uint8_t* row);
   size_t read_from_store(const Scratch::StoreReads& reads, size_t n, uint8_t* rows);
   template <typename F>
   void for_resident(const uint64_t* keys, size_t n, const F& f);
   bool replace_resident(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty);
+  bool replace_known(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, KnownSlots known);
+  uint32_t known_slot(uint64_t key, uint32_t slot, bool valid);
+  void set_dirty_rows(const uint32_t* slots, size_t n);
+  static uint64_t next_slots_version();
 
   // Free slots and eviction (writeback.cc).
   size_t pop_free(uint32_t* slots, size_t n);
@@ -325,6 +341,7 @@ class DramTier {
   std::atomic<uint64_t> hits_{0}, misses_{0}, loaded_ahead_{0}, read_ahead_{0}, from_store_{0}, initialised_{0},
       pushed_{0}, reads_{0}, read_hits_{0}, read_from_store_{0}, evictions_{0}, flushed_{0}, puts_{0},
       written_ahead_{0}, puts_in_pulls_{0};
+  std::atomic<uint64_t> slots_version_;
   std::atomic<size_t> reserve_;                 // rows to be evicted next that are kept clean
   std::atomic<size_t> recent_taken_{0};         // slots of the largest recent pull
   std::atomic<size_t> taken_since_pass_{0};     // slots

@@ -8,6 +8,7 @@ from helpers.index import ODD_KEYS, IndexPair, random_keys
 
 from thermocline.kernels.evict import COUNTS, EVICTED, LOST, SHORT, VISITS, choose_victims, choose_victims_reference
 from thermocline.kernels.find import LANES, find
+from thermocline.kernels.find_resident import find_resident, find_resident_reference
 from thermocline.kernels.index import EMPTY_KEY, ENTRIES, Index
 from thermocline.kernels.insert import find_or_insert
 from thermocline.kernels.rebuild import entries_reference, rebuild
@@ -60,6 +61,46 @@ def test_load_factors(entries: int, load: float, device: str) -> None:
     table.insert(keys, now=1)
     table.check_find(keys)
     table.check_find(random_keys(count, device, seed=entries + 1))
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("count", [*SIZES, BIG])
+def test_find_resident(count: int, stored: bool, device: str) -> None:
+    """The slots and `last_use` of an insertion that inserts nothing; a repetition in the same batch changes nothing."""
+    table = IndexPair(max(1, count), 2 * count, device)
+    keys = random_keys(count, device, seed=count, unique=False)
+    table.insert(keys, now=1, count_visits=True)
+    part = keys[torch.randint(0, max(1, count), (count // 2,), generator=torch.Generator().manual_seed(2)).to(device)]
+    for batch, wanted in ((2, keys), (3, part), (3, part), (4, part)):
+        slots = torch.full((len(wanted) + 3,), -77, dtype=torch.int32, device=device)
+        missing = torch.zeros(1, dtype=torch.int64, device=device)
+        now = torch.tensor([batch], device=device) if stored else batch
+        find_resident(table.index, table.residents, wanted, slots[: len(wanted)], missing, now=now)
+        expected = find_resident_reference(table.expected, wanted, used=table.used, now=batch)
+        assert torch.equal(slots[: len(wanted)], expected)
+        assert slots[len(wanted) :].tolist() == [-77] * 3
+        assert missing.item() == 0
+        table.check()
+        options = {"used": table.used, "now": batch, "completed": 0, "count_visits": True}
+        plan = find_or_insert(table.index, table.residents, wanted, **options)  # type: ignore[arg-type]
+        assert torch.equal(plan.slots, expected)
+        table.check()
+
+
+def test_find_resident_counts_ids_without_a_slot(device: str) -> None:
+    """Keys that were never inserted, and evicted ones whose entry remains in a full block of the index."""
+    table = IndexPair(40, 130, device)
+    keys = random_keys(120, device, seed=9)
+    for batch in range(3):
+        table.insert(keys[40 * batch : 40 * batch + 40], now=batch + 1, completed=batch, count_visits=True)
+    wanted = keys[torch.randint(0, 120, (300,), generator=torch.Generator().manual_seed(3)).to(device)]
+    slots = torch.empty(len(wanted), dtype=torch.int32, device=device)
+    missing = torch.zeros(1, dtype=torch.int64, device=device)
+    find_resident(table.index, table.residents, wanted, slots, missing, now=7)
+    expected = find_resident_reference(table.expected, wanted, used=table.used, now=7)
+    assert torch.equal(slots, expected)
+    assert missing.item() == int((expected < 0).sum()) > 0
+    table.check()
 
 
 def test_full_index_reports_lost_ids(device: str) -> None:

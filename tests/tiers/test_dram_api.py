@@ -12,6 +12,7 @@ from helpers import dram
 from helpers.ssd import SMALL
 
 import thermocline as tc
+from thermocline.tiers.dram import KnownSlots
 
 
 def keys_of(*keys: int) -> Any:
@@ -298,3 +299,68 @@ def test_push_replaces_rows_in_dram_and_in_the_store(unique: bool, dim: int, tmp
         rows[again] = last  # NumPy also keeps the last
         assert np.array_equal(tier.read(keys), rows)
         tier.check()
+
+
+@pytest.mark.parametrize("dim", [4, 16])  # rows of 16 bytes, and of 64, which are copied past the caches
+def test_push_with_known_slots(dim: int) -> None:
+    """Slots of this tier, of another one, of keys that were erased since, unknown and wrong ones: the same rows."""
+    rng = np.random.default_rng(dim)
+    tier, other = (tc.DramTier(dim, tc.SGD(lr=1.0), budget="1MB", initial=tc.Constant()) for _ in range(2))
+    rows: dict[int, float] = {}
+
+    def slots_of(source: tc.DramTier, keys: Any) -> Any:
+        slots = np.empty(len(keys), np.uint32)
+        source.read_into(keys, np.empty((len(keys), dim), np.float32), slots)
+        return slots
+
+    def push(keys: Any, known: KnownSlots | None) -> None:
+        values = rng.random(len(keys), np.float32)
+        tier.push_stored(keys, np.repeat(values[:, None], dim, 1), unique=True, known=known)
+        rows.update(zip(keys.tolist(), values.tolist(), strict=True))
+
+    def some(count: int) -> Any:
+        return rng.choice(3000, count, replace=False).astype(np.uint64)
+
+    push(some(2500), None)
+    other.push_stored(some(2500), np.ones((2500, dim), np.float32))
+    version = tier.slots_version
+    assert tier.keeps_slots
+    assert version != other.slots_version
+    hits = 0
+    for number in range(12):
+        keys = some(1500)
+        kind = number % 4
+        slots = slots_of(other if kind == 1 else tier, keys)
+        if kind == 0:  # resident keys only: no lookup
+            keys, slots = keys[slots != 2**32 - 1], slots[slots != 2**32 - 1]
+        if kind == 2:  # erased keys, whose slots other keys get
+            erased = some(700)
+            tier.erase(erased)
+            for key in erased.tolist():
+                rows.pop(key, None)
+            push(some(900), None)
+        if kind == 3:
+            slots[::3] = rng.integers(0, 2**32, len(slots[::3]))
+        known = other.slots_version if kind == 1 else 0 if kind == 3 else version
+        push(keys, KnownSlots(slots, known))
+        hits += kind == 0
+        expected = [rows.get(key, 0.0) for key in range(3000)]
+        assert tier.read(np.arange(3000, dtype=np.uint64))[:, 0].tolist() == expected
+        version = tier.slots_version if kind == 2 else version
+    assert hits == 3
+    tier.check()
+
+
+def test_slots_of_a_tier_with_a_store_are_not_known(tmp_path: Path) -> None:
+    store = small_store(tmp_path, 16)
+    tier = tc.DramTier(4, tc.SGD(lr=1.0), budget="64KB", store=store, initial=tc.Constant())
+    tier.push(keys_of(1, 2), np.ones((2, 4), np.float32))
+    slots = np.empty(2, np.uint32)
+    tier.read_into(keys_of(1, 2), np.empty((2, 4), np.float32), slots)
+    assert not tier.keeps_slots
+    assert slots.tolist() == [2**32 - 1] * 2
+    tier.push_stored(keys_of(1, 2), np.full((2, 4), 3, np.float32), unique=True, known=KnownSlots(slots * 0, 1))
+    assert tier.read([1, 2])[:, 0].tolist() == [3, 3]
+    with pytest.raises(tc.ThermoclineError, match="slots have 1 elements, expected 2"):
+        tier.read_into(keys_of(1, 2), np.empty((2, 4), np.float32), slots[:1])
+    store.close()

@@ -22,8 +22,10 @@ from helpers.train import (
 )
 
 import thermocline as tc
+from thermocline.arrays import as_keys
 from thermocline.kernels import INTERPRETED
 from thermocline.tiers import hbm_backend
+from thermocline.tiers.dram import DramTier
 from thermocline.tiers.hbm import HbmTier, bytes_for, row_capacity
 from thermocline.tiers.hbm_transfer import RowTransfer
 
@@ -216,6 +218,35 @@ def test_loops_that_end_early_change_no_bit() -> None:
     train_on(twin, [reference], batches)
     reference.assert_equals(table, [*all_keys(batches).tolist(), *UNTRAINED])
     hbm_of(table).check()
+
+
+@pytest.mark.parametrize("erase", [False, True])
+def test_evicted_rows_are_pushed_to_their_slots(erase: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slots are those that the DRAM tier has for the keys, also while later loads reuse the slots in HBM."""
+    batches = make_batches(12, keys=100)
+    table = hbm_table(70)
+    known_rows, pushed_rows = [0], [0]
+    push = DramTier.push_stored
+
+    def checked(dram: DramTier, keys: Any, rows: Any, *, known: Any = None, **options: Any) -> None:
+        if known is not None:
+            wanted, slots = as_keys(keys), np.empty(len(keys), np.uint32)
+            dram.read_into(wanted, np.empty_like(rows), slots)
+            noted = known.slots != 2**32 - 1
+            assert np.array_equal(known.slots[noted], slots[noted])
+            assert (known.version == dram.slots_version) == (not erase)
+            known_rows[0] += int(noted.sum())
+            pushed_rows[0] += len(keys)
+        push(dram, keys, rows, known=known, **options)
+
+    monkeypatch.setattr(DramTier, "push_stored", checked)
+    if erase:
+        table.dram.erase(np.arange(10, dtype=np.uint64))  # another version from now on: keys are compared
+    train_both(table, [*batches, *batches], [(3, "sum")], depth=3)
+    assert pushed_rows[0] > known_rows[0] > 50  # rows that were initialised in HBM have no slot
+    table.write_back()
+    hbm_of(table).reset(table.dram)
+    assert (hbm_of(table)._transfer.dram_slots.memory == -1).all()
 
 
 def test_failed_write_back_is_an_error() -> None:

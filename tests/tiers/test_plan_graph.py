@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import itertools
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,6 +95,48 @@ def test_equal_to_planning_without_recordings(sizes: list[int], bags: Any, weigh
     assert stats.evictions > 0
 
 
+@pytest.mark.parametrize("rows", [40, 120])  # with evictions, and with room for all keys
+@pytest.mark.parametrize(
+    ("sizes", "bags", "weighted"),
+    [
+        ([1] * 8, [(2, "sum")], False),
+        ([0, 1, 2, 3, 1, 5], [(2, "mean")], True),
+        ([2] * 6, [([0], "mean"), ([1], "none")], False),
+    ],
+)
+def test_windows_without_new_keys_are_planned_by_finding(
+    sizes: list[int], bags: Any, weighted: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few keys, then others: a window with a new key is planned twice, and nothing else differs."""
+    known = equal_batches(6, sizes, keys=8, weighted=weighted)
+    batches = [*known, *known, *equal_batches(4, sizes, keys=60, weighted=weighted), *known, *known]
+    keys = all_keys(batches)
+    plain, _ = train(batches, bags, recorded=False, rows=rows)
+    started: list[tuple[str, int]] = []
+    wait = PlanGraph._wait
+
+    def noted(graph: PlanGraph, plan: Any, lists: Any, event: Any) -> Any:
+        assigned = wait(graph, plan, lists, event)
+        started.append(("find" if plan.slots is plan.resident_slots else "insert", assigned.counts[0]))
+        return assigned
+
+    monkeypatch.setattr(PlanGraph, "_wait", noted)
+    table, backend = train(batches, bags, recorded=True, rows=rows)
+    (graph,) = backend.plan_graphs._graphs.values()
+    assert plan_graph._Kind.FIND in graph._recordings
+    found = [new for kind, new in started if kind == "find"]
+    assert found.count(0) >= 2
+    assert len(found) > found.count(0)
+    for (kind, new), (after, _) in itertools.pairwise(started):
+        assert kind == "insert" or new == 0 or after == "insert"  # a plan that misses a key is not used
+    assert bits(table.read(keys)) == bits(plain.read(keys))
+    assert table.hbm is not None
+    assert plain.hbm is not None
+    table.hbm.check()
+    assert dataclasses.replace(table.hbm.stats(), rows=0) == dataclasses.replace(plain.hbm.stats(), rows=0)
+    assert torch.equal(table.hbm.residents.last_use, plain.hbm.residents.last_use)
+
+
 @pytest.mark.parametrize(
     ("sizes", "bags", "weighted"),
     [
@@ -130,8 +175,43 @@ def test_page_locked_ids_are_not_copied_on_the_host(
     table.hbm.check()
 
 
-def test_page_locked_ids_live_until_the_device_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "weighted"), [([1] * 8, False), ([0, 1, 2, 3, 1, 5], False), ([0, 1, 2, 3, 1, 5], True)]
+)
+def test_many_ids_are_uploaded_before_their_plan_is_launched(
+    sizes: list[int], weighted: bool, locked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With evictions, windows that are planned again, and with ids that are in page-locked memory or not."""
+    batches = equal_batches(9, sizes, weighted=weighted)
+    keys = all_keys(batches)
+    plain, _ = train(batches, [(2, "mean")], recorded=False)
+    staged: list[Any] = []
+    stage = PlanGraph.stage
+    if INTERPRETED:
+        monkeypatch.setattr(plan_graph, "is_page_locked", lambda tensor: locked)
+    elif locked:
+        for batch in batches:
+            batch.ids = torch.from_numpy(batch.ids.view(np.int64)).pin_memory().numpy().view(np.uint64)
+    monkeypatch.setattr(plan_graph, "_DIRECT_IDS", 1)
+    monkeypatch.setattr(plan_graph, "_IDS_AHEAD", 1)
+    monkeypatch.setattr(PlanGraph, "stage", lambda *given: staged.append(stage(*given)) or staged[-1])
+    table, backend = train(batches, [(2, "mean")], recorded=True)
+    (graph,) = backend.plan_graphs._graphs.values()
+    assert len(staged) >= 3
+    for ids in staged:
+        assert len(ids.keys) == graph.shape.words - plan_graph.HEADER
+        assert len(ids.sources) == (3 if locked else 1)  # the ids of two batches and the rest, or all in one
+        assert (ids.uploaded is None) == INTERPRETED
+    assert bits(table.read(keys)) == bits(plain.read(keys))
+    assert table.hbm is not None
+    table.hbm.check()
+
+
+@pytest.mark.parametrize("ahead", [1, 1 << 18])
+def test_page_locked_ids_live_until_the_device_has_read_them(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Staged inputs keep the memory alive, and the tier keeps them until the plan is read."""
+    monkeypatch.setattr(plan_graph, "_IDS_AHEAD", ahead)
     monkeypatch.setattr(plan_graph, "is_page_locked", lambda tensor: True)
     monkeypatch.setattr(plan_graph, "_DIRECT_IDS", 1)
     table = tc.Table(4, tc.SGD(lr=0.01), hbm=bytes_for(40, 4), mem="4MB", device=DEVICE)
@@ -189,7 +269,7 @@ def test_memory_of_released_windows_is_used_again(sizes: list[int], accumulate: 
     assert bits(table.read(keys)) == bits(plain.read(keys))
     (graph,) = backend.plan_graphs._graphs.values()
     used = {lists.memory.data_ptr() for lists in graph._free}
-    assert 2 <= len(used) <= 3 + accumulate  # of 12 windows
+    assert 2 <= len(used) <= 3 + accumulate + plan_graph._SPARE_LISTS  # of 12 windows
     assert len(used) == len(graph._free)
     assert all(len(lists.batches) == 2 for lists in graph._free)
 
@@ -214,6 +294,42 @@ def test_memory_of_windows_in_flight_is_not_used_again() -> None:
         backend.require_idle()
     del plan, plans, released, other
     backend.require_idle()
+    assert bag.table is table
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.ended = False
+
+    def query(self) -> bool:
+        return self.ended
+
+
+def test_planning_does_not_wait_for_training_while_there_are_spare_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest released lists are used again when training has read them; else new ones, as long as there are."""
+    batches = equal_batches(3, [1] * 8)
+    table, backend = train(batches, [(2, "sum")], recorded=True, rows=60)
+    bag = tc.EmbeddingBag(table, 2)
+    assert table.hbm is not None
+    for batch in batches[:2]:  # the recording of windows of one batch
+        table.prepare(batch)
+    graph = next(graph for graph in backend.plan_graphs._graphs.values() if len(graph.shape.ids) == 1)
+    graph._free.clear()
+    waits: list[Any] = []
+    stream = SimpleNamespace(wait_event=waits.append)
+    monkeypatch.setattr(plan_graph, "current_stream", lambda device: stream)
+    monkeypatch.setattr(table.hbm, "record_uses", lambda events: events.setdefault(0, FakeEvent()))
+    taken = [graph._take_lists()]
+    for _ in range(plan_graph._SPARE_LISTS):  # training still reads what was released
+        graph._give_back(taken[-1])
+        taken.append(graph._take_lists())
+    assert waits == []
+    assert len({lists.memory.data_ptr() for lists in taken}) == 1 + plan_graph._SPARE_LISTS
+    graph._give_back(taken[-1])
+    assert graph._take_lists() is taken[0]  # no spare ones: wait for the oldest
+    assert waits == [taken[0].uses[0]]
+    taken[1].uses[0].ended = True  # type: ignore[attr-defined]
+    assert graph._take_lists() is taken[1]
     assert bag.table is table
 
 

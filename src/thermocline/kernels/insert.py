@@ -96,6 +96,12 @@ class InsertPlan:
     counts: torch.Tensor
     """int64[COUNTS], by NEW, EVICTED, SHORT, CLAIMED, LOST, EMPTIED (evict.py). SHORT or LOST: nothing was inserted."""
 
+    @classmethod
+    def of_residents(cls, slots: torch.Tensor, counts: torch.Tensor) -> InsertPlan:
+        """Plan of ids whose keys are resident: nothing is inserted or evicted."""
+        none, no_keys = slots[:0], counts[:0]
+        return cls(slots, slots, no_keys, none, none, no_keys, counts)
+
     @property
     def memory(self) -> list[torch.Tensor]:
         """Tensors that another stream reads to move rows."""

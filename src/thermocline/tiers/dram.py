@@ -31,6 +31,19 @@ Pins = core.Pins
 _POLICIES = {"lru_lfu": 0, "lru": 1, "lfu": 2}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownSlots:
+    """Slots that `DramTier.read_into` returned for the keys of a push."""
+
+    slots: Slots
+    """2**32 - 1: unknown."""
+    version: int
+    """`slots_version` at some time before the read: while it is the same, no slot has lost its key."""
+
+    def __getitem__(self, chosen: npt.NDArray[np.bool_]) -> KnownSlots:
+        return KnownSlots(self.slots[chosen], self.version)
+
+
 class Hint(Protocol):
     """Pins of rows that no result depends on: rows loaded ahead."""
 
@@ -295,16 +308,22 @@ class DramTier:
         stored = self.encode(floats_of(rows, (len(wanted), self._floats), "rows"))
         self._push(wanted, stored, dirty, unique)
 
-    def push_stored(self, keys: Any, stored: Any, *, dirty: bool = True, unique: bool = False) -> None:
-        """Insert or replace stored rows: see `push`."""
-        wanted = as_keys(keys)
-        self._push(wanted, floats_of(stored, (len(wanted), self._words), "stored"), dirty, unique)
+    def push_stored(
+        self, keys: Any, stored: Any, *, dirty: bool = True, unique: bool = False, known: KnownSlots | None = None
+    ) -> None:
+        """Insert or replace stored rows: see `push`.
 
-    def _push(self, keys: Keys, stored: Floats, dirty: bool, unique: bool) -> None:
+        known   saves lookups of unique keys; a slot that has lost its key is not used
+        """
+        wanted = as_keys(keys)
+        self._push(wanted, floats_of(stored, (len(wanted), self._words), "stored"), dirty, unique, known)
+
+    def _push(self, keys: Keys, stored: Floats, dirty: bool, unique: bool, known: KnownSlots | None = None) -> None:
         """Push, in the memory of hints if that is needed: rows that HBM evicts cannot wait."""
+        slots, version = (None, 0) if known is None else (known.slots, known.version)
         while True:
             try:
-                return self._core.push(keys, stored, dirty, unique)
+                return self._core.push(keys, stored, dirty, unique, slots, version)
             except BudgetError:
                 if not self.drop_hints():
                     raise
@@ -353,9 +372,12 @@ class DramTier:
         self.read_into(wanted, stored)
         return stored
 
-    def read_into(self, keys: Keys, stored: Floats) -> tuple[int, int]:
-        """Fill `stored`, see `read`. Return how many rows were in DRAM and how many in the store; the rest are new."""
-        return self._core.read(keys, stored)
+    def read_into(self, keys: Keys, stored: Floats, slots: Slots | None = None) -> tuple[int, int]:
+        """Fill `stored`, see `read`. Return how many rows were in DRAM and how many in the store; the rest are new.
+
+        slots   filled with the slots of rows that keep them (`keeps_slots`), for `push_stored`; others: 2**32 - 1
+        """
+        return self._core.read(keys, stored, slots)
 
     def decode(self, stored: Floats, *, out: Floats | None = None) -> Floats:
         """Convert stored rows to float32[n, dim + state]. Returns the argument for fp32."""
@@ -457,6 +479,16 @@ class DramTier:
     def capacity(self) -> int:
         """Rows that fit the budget."""
         return self._core.capacity
+
+    @property
+    def keeps_slots(self) -> bool:
+        """Whether rows stay in their slots until they are erased: without a store."""
+        return self._core.keeps_slots
+
+    @property
+    def slots_version(self) -> int:
+        """Differs between tiers, and changes with `erase`: see `KnownSlots`."""
+        return self._core.slots_version
 
     @property
     def pinned(self) -> int:

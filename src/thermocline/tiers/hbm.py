@@ -33,7 +33,7 @@ from thermocline.kernels.launch import stream_ahead
 from thermocline.kernels.rebuild import entries_reference, rebuild
 from thermocline.kernels.rows import copy_in, copy_out
 from thermocline.tiers.dram import DramTier
-from thermocline.tiers.hbm_transfer import PendingLoad, RowTransfer, as_uint64
+from thermocline.tiers.hbm_transfer import TRANSFER_BYTES, PendingLoad, RowTransfer, as_uint64
 from thermocline.utils.recording import OnStream, current_stream
 from thermocline.utils.text_format import format_size
 
@@ -78,6 +78,8 @@ class StagedIds:
     uploaded: torch.cuda.Event | None
     in_place: tuple[torch.Tensor, ...] = ()
     """Ids in page-locked memory of the batches, which `Assign` uploads before the block."""
+    sources: tuple[torch.Tensor, ...] = ()
+    """Page-locked memory that is being copied to `keys`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -214,7 +216,7 @@ class _Planning:
 
 def row_capacity(budget: int, floats: int) -> int:
     """Return the number of rows of `floats` floats that a budget holds, with their index and metadata."""
-    low, high = 0, budget // (4 * floats + BYTES_PER_SLOT + 1) + 1
+    low, high = 0, budget // (4 * floats + BYTES_PER_SLOT + TRANSFER_BYTES) + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if bytes_for(middle, floats) <= budget else (low, middle)
@@ -223,7 +225,7 @@ def row_capacity(budget: int, floats: int) -> int:
 
 def bytes_for(rows: int, floats: int) -> int:
     """Return the budget that `rows` rows need, with their index and metadata."""
-    return rows * (4 * floats + BYTES_PER_SLOT + 1) + Index.bytes_for(2 * rows)
+    return rows * (4 * floats + BYTES_PER_SLOT + TRANSFER_BYTES) + Index.bytes_for(2 * rows)
 
 
 class HbmTier:
@@ -273,6 +275,7 @@ class HbmTier:
         self._outstanding: set[int] = set()
         self._training_streams: dict[int, torch.cuda.Stream] = {}  # by handle: used since the last `_last_uses`
         self._training_events: dict[int, torch.cuda.Event] = {}  # by handle: after the last uses of rows
+        self._all_streams: dict[int, torch.cuda.Stream] = {}  # by handle: used since the tier was created
         self.rows = 0
         """`HbmStats.rows`, counted by `HbmBackend`."""
         self._ids = self._misses = self._evictions = self._rebuilds = 0
@@ -290,10 +293,22 @@ class HbmTier:
         """Concatenate the ids of a window and start their upload. May be called from any thread, ahead of `pin`."""
         listed = torch.empty(sum(map(len, ids)), dtype=torch.int64, pin_memory=self._cuda)
         np.concatenate([np.empty(0, np.uint64), *ids], out=listed.numpy().view(np.uint64))
+        return self.upload((listed,), len(listed))
+
+    def upload(self, sources: tuple[torch.Tensor, ...], count: int) -> StagedIds:
+        """Start to copy `sources`, int64 in page-locked memory, to the device, one after the other. Any thread.
+
+        Their memory must not change until a plan with the result has ended.
+        """
         if self._staging is None:
-            return StagedIds(listed, len(listed), None)
+            return StagedIds(torch.cat(sources), count, None, sources=sources)
         with OnStream(self._staging):
-            return StagedIds(listed.to(self.device, non_blocking=True), len(listed), self._staging.record_event())
+            keys = torch.empty(sum(map(len, sources)), dtype=torch.int64, device=self.device)
+            first = 0
+            for part in sources:
+                keys[first : first + len(part)].copy_(part, non_blocking=True)
+                first += len(part)
+            return StagedIds(keys, count, self._staging.record_event(), sources=sources)
 
     def pin(self, ids: StagedIds, assign: Assign | None = None) -> HbmPins:
         """Assign and pin a slot for every id of a window, in order; `load` fills the slots.
@@ -432,7 +447,8 @@ class HbmTier:
             handle = torch._C._cuda_getCurrentRawStream(self._device_index)
             if handle not in self._training_streams:
                 with self._window_lock:
-                    self._training_streams[handle] = current_stream(self.device)
+                    stream = current_stream(self.device)
+                    self._training_streams[handle] = self._all_streams[handle] = stream
 
     @property
     def dirty(self) -> torch.Tensor:
@@ -457,6 +473,14 @@ class HbmTier:
                     event = self._training_events[handle] = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(stream)
             return list(self._training_events.values())
+
+    def record_uses(self, events: dict[int, torch.cuda.Event]) -> None:
+        """Record an event per training stream, by its handle, after what was launched so far. Any thread."""
+        with self._window_lock:
+            for handle, stream in self._all_streams.items():
+                if handle not in events:
+                    events[handle] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                events[handle].record(stream)
 
     def wait_for_training(self) -> None:
         """Make the planning stream wait for what training has launched so far on pinned rows and their plans."""
@@ -573,7 +597,13 @@ class HbmTier:
     def stats(self) -> HbmStats:
         with self._window_lock:
             windows = len(self._outstanding)
-        tensors = (self.arena, self.index.words, self.residents.keys, self.residents.last_use, self._transfer.dirty)
+        metadata = (
+            self.residents.keys,
+            self.residents.last_use,
+            self._transfer.dirty,
+            self._transfer.dram_slots.memory,
+        )
+        tensors = (self.arena, self.index.words, *metadata)
         return HbmStats(
             capacity=self.capacity,
             resident=self._used,

@@ -117,14 +117,17 @@ def write_plan(
 ) -> Segments:
     """Compute all lists of a batch from the slots of its ids, int32[ids], and offsets and weights of each bag.
 
-    Offsets and weights are in device memory or in page-locked memory. Launches only: nothing is read on the host.
+    The slots may be those of the lists themselves, if there is one bag. Offsets and weights are in device memory or in
+    page-locked memory. Launches only: nothing is read on the host.
     """
     layout, ids = lists.layout, sum(lists.ids)
     parts = lists.parts
     first = 0
     for i, (offsets, weights) in enumerate(inputs):
         size, own_offsets, own_weights = lists.ids[i], parts.offsets[i], parts.weights[i]
-        parts.slots[i][:size].copy_(slots[first : first + size])
+        own_slots, given = parts.slots[i][:size], slots[first : first + size]
+        if own_slots.data_ptr() != given.data_ptr():
+            own_slots.copy_(given)
         if own_offsets is not None and offsets is not None:
             own_offsets.copy_(offsets, non_blocking=True)
         if own_weights is not None and weights is not None:

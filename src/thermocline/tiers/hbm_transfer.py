@@ -32,9 +32,12 @@ from thermocline.kernels.evict import EVICTED, NEW
 from thermocline.kernels.insert import InsertPlan
 from thermocline.kernels.launch import stream_ahead
 from thermocline.kernels.rows import copy_in, copy_out
-from thermocline.tiers.dram import DramTier
+from thermocline.tiers.dram import DramTier, KnownSlots
+from thermocline.tiers.dram_slots import DramSlots
 from thermocline.utils.recording import OnStream, current_stream
 
+TRANSFER_BYTES = 5
+"""Bytes of `RowTransfer` on the device per slot, at most: a flag and the DRAM slot."""
 _STAGING_BUFFERS = 3  # per direction: transfers in flight
 
 
@@ -85,6 +88,7 @@ class RowTransfer:
         """Loaded rows by source."""
         self.dirty = torch.zeros(len(arena), dtype=torch.uint8, device=arena.device)
         """Per slot: 1 if the row changed since it was loaded or written back."""
+        self.dram_slots = DramSlots(dram, len(arena), arena.device)
         self._name = name
         self._arena = arena
         self._cuda = arena.device.type == "cuda"
@@ -131,7 +135,10 @@ class RowTransfer:
     def _write_back_evicted(self, plan: InsertPlan, evicted: int) -> None:
         buffer, rows = self._out_rows(evicted)
         victims = plan.victims[:evicted]
-        dirty = self._to_host(self.dirty[victims.long()])
+        index = victims.long()
+        dirty = self._to_host(self.dirty[index])
+        slots = self.dram_slots.known(index)
+        known = self.dram_slots.for_push(None if slots is None else self._to_host(slots))
         keys = self._to_host(plan.victim_keys[:evicted])
         copy_out(self._arena, victims, rows, plan.counts[EVICTED.value :])
         copied = self._event()
@@ -140,17 +147,17 @@ class RowTransfer:
             self._wait_for(copied)
             changed = dirty.numpy().astype(bool)
             if changed.all():
-                self.write_back(keys.numpy(), rows.numpy())
+                self.write_back(keys.numpy(), rows.numpy(), known)
             else:
-                self.write_back(keys.numpy()[changed], rows.numpy()[changed])
+                self.write_back(keys.numpy()[changed], rows.numpy()[changed], None if known is None else known[changed])
 
         self._last_write_back = self._write_back_thread.submit(write_back)
         buffer.wait_for_reader = self._last_write_back.result
 
-    def write_back(self, keys: Any, rows: Floats) -> None:
+    def write_back(self, keys: Any, rows: Floats, known: KnownSlots | None = None) -> None:
         """Push changed rows into the DRAM tier."""
         if len(keys):
-            self.dram.push_stored(keys, rows, dirty=True, unique=True)
+            self.dram.push_stored(keys, rows, dirty=True, unique=True, known=known)
             self.written_back += len(keys)
 
     def staging_rows(self, rows: int) -> torch.Tensor:
@@ -209,14 +216,17 @@ class RowTransfer:
         self._wait_for(missing.planned)
         with self._on(self._in, [missing.vacated], [missing.slots, missing.count]):
             buffer, rows = self._in_rows(len(missing.keys))
-            self._read(missing.keys, rows)
+            dram_slots = self.dram_slots.buffer(len(missing.keys))
+            self._read(missing.keys, rows, dram_slots)
             copy_in(self._arena, missing.slots, rows, missing.count)
+            self.dram_slots.note(missing.slots, dram_slots)
             self._loaded = self._event()
             buffer.wait_for_reader = None if self._loaded is None else self._loaded.synchronize
 
-    def _read(self, keys: torch.Tensor, rows: torch.Tensor) -> None:
-        """Read rows from the tiers below."""
-        from_dram, from_ssd = self.dram.read_into(as_uint64(keys), rows.numpy())
+    def _read(self, keys: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor | None) -> None:
+        """Read rows from the tiers below, and their DRAM slots."""
+        noted = None if slots is None else slots.numpy().view(np.uint32)
+        from_dram, from_ssd = self.dram.read_into(as_uint64(keys), rows.numpy(), noted)
         self.from_dram += from_dram
         self.from_ssd += from_ssd
         self.initialised += len(rows) - from_dram - from_ssd
@@ -241,6 +251,9 @@ class RowTransfer:
             self.dram = dram
             self.failure = None
             self.dirty.zero_()
+            if self._in is not None:
+                current_stream(self._arena.device).wait_stream(self._in)  # it may still set slots of the old tier
+            self.dram_slots.reset(dram)
 
     def check(self) -> None:
         """Raise `ThermoclineError` if rows were lost."""

@@ -2,14 +2,19 @@
 
 Windows of equal shape, with the same number of ids in every bag, share a recording. Its inputs lie in one block: a
 header, the keys, then offsets and weights of the bags. All but the header is brought to the device by one copy; ids in
-page-locked memory are copied from where they are. Its outputs are copied out after each replay, into memory that a
+page-locked memory are copied from where they are; many ids are copied ahead, while earlier windows are planned. Its
+outputs are copied out after each replay, into memory that a
 window owns until its pins are released; then a later window uses the memory again, with all views and launches that
 were made for it. Windows of other shapes are planned by the same functions without a recording.
+
+After some windows without a new key, a recording that inserts nothing is tried first (`find_resident`). If it finds
+that a key is not resident, the window is planned again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,8 +24,10 @@ import numpy as np
 import torch
 
 from thermocline.embedding.batch_plan import BagInput, BagInputs
-from thermocline.kernels.evict import COUNTS, NEW
+from thermocline.kernels.evict import COUNTS, LOST, NEW
+from thermocline.kernels.find_resident import find_resident
 from thermocline.kernels.insert import InsertPlan, find_or_insert
+from thermocline.kernels.rows import copy_in
 from thermocline.tiers.hbm import Assigned, HbmTier, StagedIds
 from thermocline.tiers.hbm_plan import PlanLists, write_plan
 from thermocline.tiers.plan_layout import BagLayout, Capacities, PlanLayout
@@ -31,10 +38,18 @@ HEADER = 4
 """Words of the header: slots in use, number of the window, newest completed window, unused."""
 _EVENTS = 16
 """Windows of one shape in flight, each with an event of its own; with more, training waits longer than it must."""
+_SPARE_LISTS = 2
+"""Lists of a shape beyond those of windows in flight, allocated so that planning need not wait for training."""
+_RESIDENT_WINDOWS = 4
+"""Windows in a row without a new key, after which the next is expected to have none."""
 _MAX_GRAPHS = 4
 _MAX_SHAPES = 256
 _DIRECT_IDS = 1 << 13
 """Least mean number of ids per bag for an upload of their own: a launch takes about as long as a copy of 64 KB."""
+
+_IDS_AHEAD = 1 << 18
+"""Least number of ids of a window for an upload before its plan is launched: shorter uploads take less time than memory
+and events of their own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,6 +125,24 @@ class _Lists:
 
     memory: torch.Tensor
     batches: list[PlanLists]
+    uses: dict[int, torch.cuda.Event] = dataclasses.field(default_factory=dict)
+    """Per training stream: recorded after the last use of the lists."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether training still reads the lists of a released window."""
+        return not all(event.query() for event in self.uses.values())  # type: ignore[no-untyped-call]
+
+
+class _Kind(enum.Enum):
+    """What a recording does with the keys of a window."""
+
+    FIND = enum.auto()
+    """Finds them; counts[NEW] is the number of ids that are not resident."""
+    INSERT = enum.auto()
+    """Inserts missing keys into unused slots."""
+    EVICT = enum.auto()
+    """Inserts missing keys, and evicts others if slots are missing."""
 
 
 class PlanGraph:
@@ -128,19 +161,24 @@ class PlanGraph:
         """The block after the header."""
         self._counts: torch.Tensor | None = None
         """Counts of the insertion, then three int32 counts of segments per batch. Allocated with `_block`."""
+        self._one: torch.Tensor | None = None
+        """The words 1 and 0. Allocated with `_block`."""
         self._record = fixed_words(COUNTS + 2 * len(shape.ids), tier.device)
         """`_counts` on the host."""
         self._written_header, self._counted = self._header.numpy(), self._record.numpy()
         self._insert_counts = self._counted[:COUNTS]
         self._segment_counts = self._counted[COUNTS:].view(np.int32).reshape(-1, 4)[:, :3]
         self._words = [layout.words for layout in shape.layouts]
-        self._recordings: dict[bool, Recording[tuple[InsertPlan, torch.Tensor]] | None] = {}
+        self._recordings: dict[_Kind, Recording[tuple[InsertPlan, torch.Tensor]] | None] = {}
+        self._resident_windows = 0
+        """Number of last windows in a row without a new key."""
         self._free: deque[_Lists] = deque()
-        """Lists of windows that were released."""
+        """Lists of windows that were released, oldest first."""
+        self._spare_lists = _SPARE_LISTS
         self._events: deque[torch.cuda.Event] = deque(torch.cuda.Event() for _ in range(_EVENTS) if self._cuda)  # type: ignore[no-untyped-call]
 
     def stage(self, inputs: Sequence[BagInputs]) -> StagedIds:
-        """Write the inputs of a window to a block in page-locked memory. Any thread.
+        """Write the inputs of a window to a block in page-locked memory, and start the upload of many. Any thread.
 
         Ids that are in page-locked memory themselves stay there: `launch` uploads them, and the block has the rest.
         They must not change until then. The tensors of `StagedIds` keep their memory alive, and `HbmTier` keeps
@@ -162,6 +200,8 @@ class PlanGraph:
             if weights:
                 words[first + offsets : first + offsets + weights].view(np.float32)[: len(source.ids)] = source.weights
             first += offsets + weights
+        if self._keys >= _IDS_AHEAD:
+            return self._tier.upload((*in_place, block), self._keys)
         return StagedIds(block, self._keys, None, in_place)
 
     def _in_place(self, sources: Sequence[BagInput]) -> tuple[torch.Tensor, ...]:
@@ -175,7 +215,6 @@ class PlanGraph:
 
     def launch(self, ids: StagedIds, used: int, now: int, completed: int) -> Callable[[], Assigned]:
         """Plan a window: see `Assign`."""
-        evict = self._keys > self._tier.capacity - used
         self._device_memory()
         assert self._inputs is not None
         header = self._written_header  # the upload before has ended: `wait` ran
@@ -186,11 +225,18 @@ class PlanGraph:
             first += len(keys)
         if len(ids.keys):
             self._inputs[first:].copy_(ids.keys, non_blocking=True)
+        insert = _Kind.EVICT if self._keys > self._tier.capacity - used else _Kind.INSERT
+        if self._resident_windows < _RESIDENT_WINDOWS:
+            return self._start(insert)
+        return partial(self._wait_found, self._start(_Kind.FIND), insert)
+
+    def _start(self, kind: _Kind) -> Callable[[], Assigned]:
+        """Plan the window whose inputs are on the device."""
         lists = self._take_lists()
-        recording = self._recordings.get(evict)
+        recording = self._recordings.get(kind)
         if recording is None:  # as it is, which compiles and loads the kernels
-            self._recordings[evict] = None
-            plan, memory = self._run(evict)
+            self._recordings[kind] = None
+            plan, memory = self._run(kind)
         else:
             plan, memory = recording.replay()
         lists.memory.copy_(memory, non_blocking=True)
@@ -203,21 +249,40 @@ class PlanGraph:
 
     def _take_lists(self) -> _Lists:
         """Return memory for the lists of a window, which the planning stream may overwrite from now on."""
-        if not self._free:
-            memory = torch.empty(sum(self._words), dtype=torch.int32, device=self._tier.device)
-            parts = zip(self.shape.layouts, torch.split(memory, self._words), self.shape.ids, strict=True)
-            return _Lists(memory, [PlanLists(layout, piece, ids) for layout, piece, ids in parts])
-        self._tier.wait_for_training()  # which may still read the lists
-        return self._free.popleft()
+        if self._free and (self._spare_lists == 0 or not self._free[0].in_use):
+            lists = self._free.popleft()
+            for event in lists.uses.values():
+                current_stream(self._tier.device).wait_event(event)
+            return lists
+        self._spare_lists -= bool(self._free)
+        memory = torch.empty(sum(self._words), dtype=torch.int32, device=self._tier.device)
+        parts = zip(self.shape.layouts, torch.split(memory, self._words), self.shape.ids, strict=True)
+        return _Lists(memory, [PlanLists(layout, piece, ids) for layout, piece, ids in parts])
+
+    def _give_back(self, lists: _Lists) -> None:
+        """Use the lists for a later window, after what training has launched so far. Any thread."""
+        self._tier.record_uses(lists.uses)
+        self._free.append(lists)
 
     def _wait(self, plan: InsertPlan, lists: _Lists, event: torch.cuda.Event | None) -> Assigned:
         if event is not None:
             event.synchronize()
         counts, segments = self._insert_counts.tolist(), self._segment_counts.tolist()
+        resident = counts[NEW.value] == 0 and counts[LOST.value] == 0
+        self._resident_windows = self._resident_windows + 1 if resident else 0
         if counts[NEW.value]:
             plan = plan.copy()
         batches = list(zip(lists.batches, segments, strict=True))
-        return Assigned(plan, counts, batches, event, partial(self._free.append, lists))
+        return Assigned(plan, counts, batches, event, partial(self._give_back, lists))
+
+    def _wait_found(self, wait: Callable[[], Assigned], insert: _Kind) -> Assigned:
+        """Wait for a plan that only finds keys; plan the window again if one of them is not resident."""
+        assigned = wait()
+        if assigned.counts[NEW.value] == 0:
+            return assigned
+        assert assigned.recycle is not None
+        assigned.recycle()
+        return self._start(insert)()
 
     def _device_memory(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `_block` and `_counts`. On the planning stream only."""
@@ -225,6 +290,7 @@ class PlanGraph:
             self._block = torch.empty(self.shape.words, dtype=torch.int64, device=self._tier.device)
             self._inputs = self._block[HEADER:]
             self._counts = torch.zeros(len(self._record), dtype=torch.int64, device=self._tier.device)
+            self._one = torch.arange(1, -1, -1, device=self._tier.device)
         return self._block, self._counts
 
     @property
@@ -235,35 +301,53 @@ class PlanGraph:
     def record(self) -> None:
         """Record what has run before. On the thread that trains, as torch's random generators take part."""
         with self._tier.planning():
-            for evict in [evict for evict, recording in self._recordings.items() if recording is None]:
-                self._recordings[evict] = Recording(partial(self._run, evict), self._tier.device, ahead=True)
+            for kind in [kind for kind, recording in self._recordings.items() if recording is None]:
+                self._recordings[kind] = Recording(partial(self._run, kind), self._tier.device, ahead=True)
 
-    def _run(self, evict: bool) -> tuple[InsertPlan, torch.Tensor]:
-        block, device_counts = self._device_memory()
-        block[:HEADER].copy_(self._header, non_blocking=True)
+    def _run(self, kind: _Kind) -> tuple[InsertPlan, torch.Tensor]:
+        block, counts = self._device_memory()
+        self._upload_header(block)
+        memory = torch.empty(sum(self._words), dtype=torch.int32, device=self._tier.device)
+        parts = zip(self.shape.layouts, torch.split(memory, self._words), self.shape.ids, strict=True)
+        lists = [PlanLists(layout, piece, ids) for layout, piece, ids in parts]
+        plan = self._find(block, counts, lists) if kind is _Kind.FIND else self._insert(block, counts, kind)
+        inputs = iter(torch.split(block[HEADER + self.shape.keys :], self.shape.input_sizes()))
+        first = 0
+        segment_counts = counts[COUNTS:].view(torch.int32).view(-1, 4)
+        for n, batch in enumerate(lists):
+            bags = []
+            for count in batch.ids:
+                offsets, weights = next(inputs), next(inputs)
+                bags.append((offsets, weights.view(torch.float32)[:count]))
+            slots = plan.slots[first : first + sum(batch.ids)]
+            first += sum(batch.ids)
+            segment_counts[n, :3].copy_(write_plan(batch, slots, bags).counts)
+        self._record.copy_(counts, non_blocking=True)
+        return plan, memory
+
+    def _upload_header(self, block: torch.Tensor) -> None:
+        """Copy the header by a kernel: a copy by the device's copy engine would wait for an upload of ids before it."""
+        assert self._one is not None
+        header, target = (words[:HEADER].view(torch.int32).view(1, -1) for words in (self._header, block))
+        copy_in(target, self._one[1:].view(torch.int32), header, self._one)
+
+    def _insert(self, block: torch.Tensor, counts: torch.Tensor, kind: _Kind) -> InsertPlan:
         tier, keys = self._tier, block[HEADER : HEADER + self.shape.keys]
         used, now, completed, _ = torch.split(block[:HEADER], 1)
         plan = find_or_insert(
-            tier.index, tier.residents, keys, used=used, now=now, completed=completed, count_visits=True, evict=evict
-        )
-        device_counts[:COUNTS].copy_(plan.counts)
-        memory = torch.empty(sum(self._words), dtype=torch.int32, device=tier.device)
-        inputs = iter(torch.split(block[HEADER + self.shape.keys :], self.shape.input_sizes()))
-        first = 0
-        counts = device_counts[COUNTS:].view(torch.int32).view(-1, 4)
-        for n, (layout, ids, piece) in enumerate(
-            zip(self.shape.layouts, self.shape.ids, torch.split(memory, self._words), strict=True)
-        ):
-            bags = []
-            for count in ids:
-                offsets, weights = next(inputs), next(inputs)
-                bags.append((offsets, weights.view(torch.float32)[:count]))
-            slots = plan.slots[first : first + sum(ids)]
-            first += sum(ids)
-            segments = write_plan(PlanLists(layout, piece, ids), slots, bags)
-            counts[n, :3].copy_(segments.counts)
-        self._record.copy_(device_counts, non_blocking=True)
-        return plan, memory
+            tier.index, tier.residents, keys, used=used, now=now, completed=completed, count_visits=True,
+            evict=kind is _Kind.EVICT,
+        )  # fmt: skip
+        counts[:COUNTS].copy_(plan.counts)
+        return plan
+
+    def _find(self, block: torch.Tensor, counts: torch.Tensor, lists: list[PlanLists]) -> InsertPlan:
+        tier, keys = self._tier, block[HEADER : HEADER + self.shape.keys]
+        bags = [slots[:ids] for batch in lists for slots, ids in zip(batch.parts.slots, batch.ids, strict=True)]
+        slots = bags[0] if len(bags) == 1 else torch.empty(len(keys), dtype=torch.int32, device=tier.device)
+        counts[:COUNTS].zero_()
+        find_resident(tier.index, tier.residents, keys, slots, counts[NEW.value :], now=block[1:2])
+        return InsertPlan.of_residents(slots, counts[:COUNTS])
 
 
 class PlanGraphs:
