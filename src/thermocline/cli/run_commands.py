@@ -17,6 +17,9 @@ from thermocline.cli.output import one_line, print_error, print_json, print_skip
 if TYPE_CHECKING:
     from thermocline.config.schema import Config
 
+_GPU = Path("/dev/nvidiactl")
+"""Exists where NVIDIA's driver is loaded."""
+
 
 def train(
     config: Annotated[
@@ -56,7 +59,7 @@ def _start_compile_workers(settings: Config) -> None:
     """Start the processes that compile kernels for the GPU, if there is one and Triton's cache may lack kernels."""
     from thermocline.utils.compile_workers import is_used, workers
 
-    if settings.tiers.device != "cpu" and is_used() and Path("/dev/nvidiactl").exists():
+    if settings.tiers.device != "cpu" and is_used() and _GPU.exists():
         rows = (settings.model, settings.precision, settings.rows, settings.tiers.hbm)
         workers.start_early(repr((*rows, settings.train.optimizer, settings.train.lazy)))
 
