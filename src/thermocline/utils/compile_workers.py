@@ -73,12 +73,13 @@ class CompileWorkers:
         spec = importlib.util.find_spec("triton")
         if spec is None or spec.origin is None:
             return
-        marker = cache_folder() / f"thermocline-{_fingerprint(identity, Path(spec.origin))}.json"
         with contextlib.suppress(OSError, ValueError):
+            marker = cache_folder() / f"thermocline-{_fingerprint(identity, Path(spec.origin))}.json"
+            self._marker = marker
             folders = json.loads(marker.read_text())
             if folders and all(any((marker.parent / folder).glob("__grp__*")) for folder in folders):
+                self._marker = None
                 return
-        self._marker = marker
         self.start()
 
     @contextlib.contextmanager
@@ -164,7 +165,9 @@ def _reply(worker: subprocess.Popen[bytes], task: dict[str, Any]) -> Any:
     try:
         worker.stdin.write(json.dumps(task).encode() + b"\n")
         worker.stdin.flush()
-        if not select.select([worker.stdout], [], [], _SECONDS)[0]:
+        ready = select.poll()
+        ready.register(worker.stdout, select.POLLIN)
+        if not ready.poll(1000 * _SECONDS):
             return None
         reply = json.loads(worker.stdout.readline())
         return None if reply["error"] else reply
@@ -190,8 +193,8 @@ def is_used() -> bool:
 
 def cache_folder() -> Path:
     """Return the folder of Triton's cache, without loading Triton."""
-    home = Path(os.environ.get("TRITON_HOME") or Path.home())
-    return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
 
 
 def _fingerprint(identity: str, triton: Path) -> str:
