@@ -4,7 +4,9 @@ Claims   At most 8 s with Triton's cache of compiled kernels empty, and 4 s with
 Method   The real command in a process of its own, on generated data; marks are written by wrappers around the parts of
          the run. The cache is a folder of its own: empty for the first run, filled by it for the others. Python's
          bytecode is cached, as after `pip install`: a run before the first one writes it to a folder of its own, and
-         machines whose packages have none, or that forbid to write it, are measured as others.
+         machines whose packages have none, or that forbid to write it, are measured as others. Kernels are counted:
+         compiled by worker processes, compiled by the process itself, found in the cache; and the launchers that the
+         process built with a C compiler (Triton up to 3.6).
 Command  python benchmarks/first_step.py --json FILE
 """
 
@@ -16,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +31,8 @@ format = "synth"
 keys = {keys}
 fields = 26
 examples = {examples}
+valid_examples = {held_out}
+test_examples = {held_out}
 [model]
 name = "dnn"
 dim = 16
@@ -80,6 +85,14 @@ def child(config: str, started: float) -> None:
             else:
                 mark("second step")
 
+    kernels: dict[str, list[str]] = {"compiled": [], "found": [], "launchers built": []}
+    make_table = run.Run._table
+
+    def table_of(self: Any, read_only: bool) -> Any:
+        count_kernels(kernels)  # here, where Triton is imported next in any case
+        return make_table(self, read_only)
+
+    run.Run._table = table_of  # type: ignore[method-assign]
     marked(run.Run, "_open_data", "data open")
     marked(run.Run, "_table", "table made", before="torch imported")
     marked(run, "gpu_budget", "CUDA context made")
@@ -90,10 +103,35 @@ def child(config: str, started: float) -> None:
     try:
         app(["train", config], standalone_mode=False)
     finally:
-        print("MARKS " + json.dumps(marks), flush=True)
+        from thermocline.utils.compile_workers import workers
+
+        counts = {"compiled by workers": workers.compiled, **{name: len(names) for name, names in kernels.items()}}
+        print("MARKS " + json.dumps({**marks, "kernels": counts, "names": kernels["compiled"]}), flush=True)
 
 
-def measure(config: Path, cache: Path, bytecode: Path) -> dict[str, float]:
+def count_kernels(kernels: dict[str, list[str]]) -> None:
+    """Append the kernels that this process compiles, with the thread that does, or finds in Triton's cache."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    from triton import knobs
+    from triton.runtime import build
+
+    def listener(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        kernels["found" if cache_hit else "compiled"].append(f"{src.name} ({threading.current_thread().name})")
+
+    build_library = build._build
+
+    def build_counted(name: str, *args: Any, **options: Any) -> Any:
+        kernels["launchers built"].append(f"{name} ({threading.current_thread().name})")
+        return build_library(name, *args, **options)
+
+    knobs.compilation.listener = listener
+    build._build = build_counted
+
+
+def measure(config: Path, cache: Path, bytecode: Path) -> dict[str, Any]:
     """Run the child with a folder of Triton's cache and one of Python's bytecode; return its marks."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPYCACHEPREFIX": str(bytecode)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -102,7 +140,7 @@ def measure(config: Path, cache: Path, bytecode: Path) -> dict[str, float]:
     line = next((line for line in done.stdout.splitlines() if line.startswith("MARKS ")), None)
     if done.returncode or line is None:
         raise SystemExit(f"the run failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    marks: dict[str, float] = json.loads(line.removeprefix("MARKS "))
+    marks: dict[str, Any] = json.loads(line.removeprefix("MARKS "))
     return marks
 
 
@@ -119,9 +157,9 @@ def main(arguments: list[str] | None = None) -> None:
         return
     from common import Claim, console, environment, print_claims, write_json
 
-    sizes = {"keys": 1_000_000, "examples": 100_000, "batch": 4096, "hbm": "1GB"}
+    sizes = {"keys": 1_000_000, "examples": 100_000, "batch": 4096, "hbm": "1GB", "held_out": 100_000}
     if args.tiny:
-        sizes = {"keys": 1000, "examples": 64, "batch": 8, "hbm": "1MB"}
+        sizes = {"keys": 1000, "examples": 64, "batch": 8, "hbm": "1MB", "held_out": 8}
     record: dict[str, Any] = {**environment(["torch", "triton"]), "sizes": sizes, "filled": []}
     with tempfile.TemporaryDirectory(prefix="thermocline-first-step-") as folder:
         for n in range(-1, 1 + args.runs):

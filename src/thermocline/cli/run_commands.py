@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from thermocline.cli.options import AllowRemoteData, Checkpoint, Debug, Files, Json, RunDir, Sets
 from thermocline.cli.output import one_line, print_error, print_json, print_skipped
+
+if TYPE_CHECKING:
+    from thermocline.config.schema import Config
+
+_GPU = Path("/dev/nvidiactl")
+"""Exists where NVIDIA's driver is loaded."""
 
 
 def train(
@@ -35,6 +41,7 @@ def train(
         from thermocline.config.schema import Config
 
         settings = Config.load(config, sets or ())
+        _start_compile_workers(settings)
         from thermocline.cli import commands
         from thermocline.distributed.launch import is_rank0, is_single_rank, may_be_restart
 
@@ -46,6 +53,15 @@ def train(
             raise typer.Exit(130 if isinstance(stopped, KeyboardInterrupt) else 143) from None
         for note in notes if is_rank0() else ():
             typer.echo(note, err=True)
+
+
+def _start_compile_workers(settings: Config) -> None:
+    """Start the processes that compile kernels for the GPU, if there is one and Triton's cache may lack kernels."""
+    from thermocline.utils.compile_workers import is_used, workers
+
+    if settings.tiers.device != "cpu" and is_used() and _GPU.exists():
+        rows = (settings.model, settings.precision, settings.rows, settings.tiers.hbm)
+        workers.start_early(repr((*rows, settings.train.optimizer, settings.train.lazy)))
 
 
 def evaluate(

@@ -270,14 +270,15 @@ def find_or_insert(
     keys = keys.contiguous()
     device, n = keys.device, len(keys)
     programs, tiles = blocks(n, LANES), blocks(n, _TILE)
-    padded = max(4, -(-n // 4) * 4)  # aligned to 16 bytes
+    padded = max(4, -(-n // 4) * 4)  # lists are aligned to 16 bytes: Triton compiles another kernel for others
     lists = torch.empty(8, padded, dtype=torch.int32, device=device)  # one allocation, because each takes host time
     slots, resident_slots, victims, new_slots = (part[:n] for part in lists[:4])
     new_keys, victim_keys = (part[:n] for part in lists[4:].view(torch.int64).view(2, padded))
     new_slots.fill_(-1)
     entries = torch.empty(programs * LANES, dtype=torch.int64, device=device)  # lanes past the ids use the rest
-    zeros = torch.zeros(COUNTS + tiles, dtype=torch.int64, device=device)
-    counts, (firsts, claims) = zeros[:COUNTS], zeros[COUNTS:].view(torch.int32).view(2, tiles)
+    per_tile = -(-tiles // 4) * 4
+    zeros = torch.zeros(COUNTS + per_tile, dtype=torch.int64, device=device)
+    counts, (firsts, claims) = zeros[:COUNTS], zeros[COUNTS:].view(torch.int32).view(2, per_tile)
     _claim_kernel[(programs,)](
         keys,
         n,

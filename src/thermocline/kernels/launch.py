@@ -15,6 +15,8 @@ import triton.language as tl
 from triton.backends.nvidia.compiler import CUDAOptions
 
 from thermocline.kernels import INTERPRETED
+from thermocline.kernels.cache_filling import fill_cache, hash_source
+from thermocline.utils.compile_workers import workers
 from thermocline.utils.compiler_hash import wait_for_hash
 
 _KNOWN_OPTIONS = {field.name for field in dataclasses.fields(CUDAOptions)}
@@ -37,9 +39,10 @@ _loading = threading.Lock()
 def compiling_only(threads: int) -> Iterator[None]:
     """Launches of this thread in the context run nothing: their kernels are compiled, on several threads.
 
-    A later launch waits for its own kernel only. An error of a compilation is raised by that launch.
+    Worker processes compile what Triton's cache lacks; the threads wait for them, and load the kernels. A later launch
+    waits for its own kernel only. An error of a compilation is raised by that launch.
     """
-    with ThreadPoolExecutor(threads, "thermocline-compile") as pool:
+    with workers.used(), ThreadPoolExecutor(threads, "thermocline-compile") as pool:
         _compilers[threading.get_ident()] = pool
         try:
             yield
@@ -129,6 +132,7 @@ class Kernel:
         """Launch through Triton; return the C launcher, its handles, and the values of the constants."""
         tail = self._tail(args, constants)
         wait_for_hash()
+        hash_source(self._function)
         with _loading:
             return _handles(self._function[grid](*args, **constants), tail)
 
@@ -139,6 +143,8 @@ class Kernel:
         torch.cuda.set_device(device)
         tail = self._tail(args, constants)
         wait_for_hash()
+        hash_source(self._function)
+        fill_cache(self._function, grid, args, constants)
         compiled = self._function.warmup(*args, grid=grid, **constants)
         with _loading:
             return _handles(compiled, tail)

@@ -1,4 +1,4 @@
-"""Compiles the kernels of a table's first step on background threads, while data and model are opened.
+"""Compiles the kernels of a table's first steps in worker processes, while data and model are opened.
 
 Triton compiles a kernel when it is first launched, one after the other: ten seconds for an empty cache. Here the
 functions of a step are called once with small arguments and the table's own tensors, in a mode in which nothing is
@@ -8,8 +8,8 @@ they are launched.
 
 from __future__ import annotations
 
-import sys
 import threading
+from typing import Any
 
 import torch
 import triton
@@ -22,23 +22,22 @@ from thermocline.kernels.evict import NEW
 from thermocline.kernels.gradient_index import index_gradients
 from thermocline.kernels.insert import find_or_insert
 from thermocline.kernels.launch import compiling_only
-from thermocline.kernels.optimizer_rules import OptimizerStep
+from thermocline.kernels.optimizer_rules import OptimizerStep, StoredStep
 from thermocline.kernels.pool import pool_rows
 from thermocline.kernels.rows import copy_in
 from thermocline.kernels.segments import find_segments
 from thermocline.kernels.update import update_rows
 from thermocline.tiers.hbm import HbmTier
+from thermocline.tiers.plan_graph import HEADER
+from thermocline.utils.compile_workers import is_used
 from thermocline.utils.cpu_affinity import cores
 
 _IDS = 256
 
 
 def compile_ahead(tier: HbmTier, codec: Codec, spec: TableSpec) -> threading.Thread | None:
-    """Start to compile the kernels of a step; nothing to do without a GPU. Returns the thread that does.
-
-    Not in Python 3.11, where two threads cannot parse kernels at the same time.
-    """
-    if INTERPRETED or tier.device.type != "cuda" or sys.version_info < (3, 12):
+    """Start to compile the kernels of a step; nothing to do without a GPU. Returns the thread that does."""
+    if INTERPRETED or tier.device.type != "cuda" or not is_used():
         return None
     thread = threading.Thread(target=_compile, args=(tier, codec, spec), name="thermocline-compile", daemon=True)
     thread.start()
@@ -52,7 +51,10 @@ def _compile(tier: HbmTier, codec: Codec, spec: TableSpec) -> None:
 
 
 def call_step(tier: HbmTier, codec: Codec, spec: TableSpec) -> None:
-    """Call the functions of a step on ids that stand for any: longest compilation first, pooling of both kinds."""
+    """Call the functions of a step on ids that stand for any: longest compilation first, pooling of both kinds.
+
+    The last calls are those of recorded planning and of a recorded step, which follow the first step.
+    """
     device, arena = tier.device, tier.arena
     slots = torch.zeros(_IDS, dtype=torch.int32, device=device)
     segments = find_segments(slots).known(_IDS // 2, 1, 2)
@@ -62,7 +64,8 @@ def call_step(tier: HbmTier, codec: Codec, spec: TableSpec) -> None:
     rows = torch.zeros(_IDS, dtype=torch.int32, device=device)
     update_rows(weights, state, segments, grads, rows, None, rule, codec, tier.dirty)
     keys = torch.zeros(_IDS, dtype=torch.int64, device=device)
-    plan = find_or_insert(tier.index, tier.residents, keys, used=0, now=1, completed=0, count_visits=True, evict=False)
+    options: dict[str, Any] = {"count_visits": True, "evict": False}
+    plan = find_or_insert(tier.index, tier.residents, keys, used=0, now=1, completed=0, **options)
     count = plan.counts[NEW.value :]
     set_flags(tier.dirty, plan.new_slots, count, 0)
     staged = torch.empty(_IDS, arena.shape[1], pin_memory=device.type == "cuda")
@@ -71,3 +74,8 @@ def call_step(tier: HbmTier, codec: Codec, spec: TableSpec) -> None:
     offsets = torch.arange(_IDS + 1, device=device)
     pool_rows(weights, slots, offsets, None, codec=codec)
     index_gradients(_IDS, segments.order, offsets, None, False, device)
+    used, now, completed, _ = torch.split(torch.zeros(HEADER, dtype=torch.int64, device=device), 1)
+    find_or_insert(tier.index, tier.residents, keys, used=used, now=now, completed=completed, **options)
+    constants = torch.zeros(StoredStep.WORDS, dtype=torch.int32, device=device)
+    stored = StoredStep(spec.optimizer.code, spec.optimizer.weight_decay, constants)
+    update_rows(weights, state, segments, grads, rows, None, stored, codec, tier.dirty)

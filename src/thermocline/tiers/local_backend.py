@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from thermocline.embedding.backend import ShardBackend
 from thermocline.embedding.table_spec import TableSpec
+from thermocline.utils.compile_workers import workers
 from thermocline.utils.compiler_hash import start_hashing
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ def make_local_backend(spec: TableSpec, device: str, epoch: int | None = None) -
     if target is None:
         from thermocline.tiers.dram_backend import DramBackend
 
+        workers.stop_unused()  # started for a GPU that torch does not see
         return DramBackend(spec, epoch=epoch)
     from thermocline.tiers.hbm_backend import HbmBackend
 
