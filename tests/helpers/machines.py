@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 180.0
+"""Seconds, far above what ranks need: four of them start slowly on a busy machine."""
 _instances = itertools.count()
 
 
@@ -122,7 +124,7 @@ class Machines:
     # ---- ranks
 
     def run(
-        self, function: str, *args: Any, per_node: int = 2, seconds: float = 60, timeout: float = 60
+        self, function: str, *args: Any, per_node: int = 2, seconds: float = LIMIT, timeout: float = LIMIT
     ) -> list[RankResult]:
         """Call `function` ("module:name") with the groups and `args` on every rank and wait for all of them.
 
@@ -131,7 +133,7 @@ class Machines:
         """
         return self.wait(self.start(function, *args, per_node=per_node, timeout=timeout), seconds)
 
-    def start(self, function: str, *args: Any, per_node: int = 2, timeout: float = 60) -> RunningRanks:
+    def start(self, function: str, *args: Any, per_node: int = 2, timeout: float = LIMIT) -> RunningRanks:
         """Start the ranks without waiting. THERMOCLINE_FOLDER in their environment is the result's folder."""
         folder = Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix="thermocline-machines-")))
         (folder / "call").write_bytes(pickle.dumps((function, args, timeout)))
@@ -198,7 +200,7 @@ class RunningRanks:
         file = self.folder / f"output-{rank}"
         return file.read_text(errors="replace") if file.exists() else ""
 
-    def await_steps(self, step: int, seconds: float = 60) -> None:
+    def await_steps(self, step: int, seconds: float = LIMIT) -> None:
         """Wait until every rank has called `record_step` `step` times."""
         deadline = time.monotonic() + seconds
         while min(self._steps(rank) for rank in range(self.world)) < step:

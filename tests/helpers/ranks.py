@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import traceback
 import warnings
@@ -15,6 +16,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from helpers.triton_types import cache_types
 
@@ -89,23 +92,12 @@ def _start_forkserver(context: Any) -> None:
     """Start the process that ranks are forked from, once. It imports the slow modules and does not touch a GPU."""
     import torch
 
-    # Every rank would import torch._dynamo with its first optimizer, for more than a second.
-    modules = [
-        "torch",
-        "torch._dynamo",
-        "torch.distributed",
-        "thermocline.distributed.dense_sync",
-        "thermocline.training.trainer",
-    ]
-    context.set_forkserver_preload(modules)
-    before = os.environ.get("TRITON_INTERPRET")
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # torch._dynamo imports Triton, which reads it once
-    try:
+    context.set_forkserver_preload(["helpers.rank_imports"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))  # helpers is on pytest's path
+        if not torch.cuda.is_available():
+            patch.setenv("TRITON_INTERPRET", "1")  # torch._dynamo imports Triton, which reads it once
         forkserver.ensure_running()
-    finally:
-        if before is None:
-            os.environ.pop("TRITON_INTERPRET", None)
 
 
 def _receive(pipes: Sequence[Connection], outcomes: list[Any], seconds: float) -> None:

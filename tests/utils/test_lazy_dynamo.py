@@ -19,7 +19,12 @@ format = "synth"
 [data.synth]
 keys = 1000
 examples = 64
+valid_examples = 16
 test_examples = 16
+[model]
+name = "dnn"
+dim = 4
+hidden = [8]
 [tiers]
 device = "cpu"
 mem = "4MB"
@@ -27,6 +32,7 @@ mem = "4MB"
 batch_size = 8
 log_every = 1
 tensorboard = false
+torch_threads = 1
 """
 PROGRAM = """
 import sys
