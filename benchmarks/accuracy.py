@@ -23,6 +23,7 @@ import argparse
 import csv
 import functools
 import hashlib
+import itertools
 import json
 import math
 import statistics
@@ -67,17 +68,13 @@ class Examples:
     def __init__(self, data: DataSet, path: Path, batch_size: int, seed: int | None = None) -> None:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
-        values = [
-            [row[name].split("^") if name in data.several else [row[name]] for name in data.features] for row in rows
-        ]
+        bags = [row[name].split("^") if name in data.several else [row[name]] for row in rows for name in data.features]
         self.fields = len(data.features)
-        max_ids = max(len(bag) for row in values for bag in row)
-        self.keys = np.zeros((len(rows), self.fields, max_ids), np.uint64)
-        self.used = np.zeros(self.keys.shape, bool)
-        for n, row in enumerate(values):
-            for field, bag in enumerate(row):
-                self.keys[n, field, : len(bag)] = [key_of(data.features[field], value) for value in bag]
-                self.used[n, field, : len(bag)] = True
+        lengths = np.array([len(bag) for bag in bags]).reshape(len(rows), self.fields, 1)
+        self.used = np.arange(lengths.max()) < lengths
+        self.keys = np.zeros(self.used.shape, np.uint64)
+        names = itertools.cycle(data.features)
+        self.keys[self.used] = [key_of(name, value) for name, bag in zip(names, bags, strict=False) for value in bag]
         self.label = torch.tensor([float(row["label"]) for row in rows])
         self.batch_size, self.seed, self.epoch = batch_size, seed, 0
 
@@ -110,6 +107,7 @@ class DrawnExamples(Examples):
         yield from DataLoader(positions, self.batch_size, shuffle=self.seed is not None, collate_fn=np.array)
 
 
+@functools.cache
 def key_of(field: str, value: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{field}={value}".encode(), digest_size=8).digest(), "little")
 
@@ -292,10 +290,11 @@ def main() -> None:
                     name = {"model": model, "seed": seed, "side": side}
                     if any(name.items() <= run.items() for run in runs):
                         continue
-                    config, start = ModelConfig(name=model).resolve(), time.perf_counter()
+                    config, start, cpu = ModelConfig(name=model).resolve(), time.perf_counter(), time.process_time()
                     with tempfile.TemporaryDirectory(dir=folder) as work:
                         run = sides[side](config, seed, data, Path(folder), Path(work))
-                    runs.append({**name, **run, "seconds": round(time.perf_counter() - start, 1)})
+                    spent = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+                    runs.append({**name, **run, **{unit: round(value, 1) for unit, value in spent.items()}})
                     console.print(runs[-1])
                     save(args, setup, runs)
     save(args, setup, runs)

@@ -74,7 +74,7 @@ class Built:
 def build_fuxictr(
     config: ModelConfig, seed: int, data: DataSet, split: Path, work: Path, *, folder: Path, training: dict[str, Any]
 ) -> Built:
-    """Encode our split and build the model, like FuxiCTR's run_expid.py."""
+    """Encode our split and build the model, like FuxiCTR's run_expid.py; FuxiCTR encodes a split only once."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     from fuxictr.features import FeatureMap
@@ -95,7 +95,7 @@ def build_fuxictr(
     params: dict[str, Any] = {
         **settings_of(config),
         "dataset_id": data.name,
-        "data_root": str(work),
+        "data_root": str(split / "fuxictr"),
         "data_format": "csv",
         **{f"{name}_data": str(split / f"{name}.csv") for name in ("train", "valid", "test")},
         "feature_cols": columns,
@@ -126,7 +126,8 @@ def build_fuxictr(
     processor = FeatureProcessor(**params)
     paths = build_dataset(processor, **params)
     params.update(zip(("train_data", "valid_data", "test_data"), paths, strict=True))
-    encoded = work / params["dataset_id"]
+    processor = processor.load_pickle()  # also of a split that was encoded by an earlier run
+    encoded = split / "fuxictr" / params["dataset_id"]
     feature_map = FeatureMap(params["dataset_id"], str(encoded))
     feature_map.load(str(encoded / "feature_map.json"), params)
     seed_everything(seed)

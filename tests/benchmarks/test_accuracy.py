@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +39,51 @@ def test_seeds_of_the_same_start_are_pairs(accuracy: Any) -> None:
     assert "standard error 0.0010, 2 and 2 seeds" in same_start.detail
     independent = math.hypot(0.051, 0.1 / math.sqrt(3))
     assert f"standard error {independent:.4f}, 2 and 3 seeds" in catch_up.detail
+
+
+def paired(seeds: dict[int, tuple[float, float]], **setup: str) -> dict[str, Any]:
+    sides = ("same_start", "fuxictr")
+    runs = [
+        {"model": "fm", "side": side, "seed": seed, "auc": auc, "epochs": 4}
+        for seed, pair in seeds.items()
+        for side, auc in zip(sides, pair, strict=True)
+    ]
+    return {"setup": setup, "runs": runs}
+
+
+def test_table_of_pairs_has_seeds_of_both_sides(accuracy: Any, tmp_path: Path) -> None:
+    table = importlib.import_module("accuracy_table")
+    five = {2021 + n: (0.7 + 0.001 * n, 0.7025 + 0.001 * n) for n in range(5)}
+    movielens = paired(five)
+    frappe = paired({2025: (0.8, 0.801), 2021: (0.8, 0.79)}, data="frappe")
+    del frappe["runs"][3]  # FuxiCTR's run of seed 2021: ours then does not count
+    frappe["runs"][0]["epochs"] = 5
+    lines = table.table_of([frappe, movielens])
+    assert len(lines) == 2 + 2 * 6
+    assert "| MovieLens-100k | LR | 0 | | | | not measured | | |" in lines
+    behind = (
+        "| | FM | 5 | .70200 | .70450 | 0.002500 +- 0.000000 | missed | 25.0 25.0 25.0 25.0 25.0 | 4 4 4 4 4, equal |"
+    )
+    assert behind in lines
+    missing = "within so far, seeds missing: 2021 2022 2023 2024"
+    assert f"| | FM | 1 | .80000 | .80100 | 0.001000 one seed | {missing} | 10.0 | 5, 4 |" in lines
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n\n{lines[0]}\n|---|\n| old |\n\nafter\n| another |\n")
+    table.write_table(page, lines)
+    assert page.read_text() == "\n".join(["before", "", *lines, "", "after", "| another |", ""])
+
+
+def test_page_has_the_table_of_the_records(accuracy: Any) -> None:
+    table = importlib.import_module("accuracy_table")
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs/benchmarks/accuracy.md").read_text()
+    links = re.findall(r"benchmarks/results/(accuracy-paired-[a-z]+-[0-9-]+[.]json)", page)
+    records = [json.loads((root / "benchmarks/results" / name).read_text()) for name in links]
+    assert len(records) == 2
+    lines = table.table_of(records)
+    assert "\n".join(lines) in page, (
+        "run: python benchmarks/accuracy_table.py FILES --write docs/benchmarks/accuracy.md"
+    )
 
 
 def test_examples_are_drawn_from_the_generator_of_torch(accuracy: Any, tmp_path: Path) -> None:
