@@ -2,9 +2,9 @@
 // slots, so that the pull finds clean rows to evict and does not wait for a put.
 //
 // A pass copies the dirty rows among the next victims, marks them clean and kWriting, and puts the copies. The rows
-// stay resident and in their lists, so that the order of evictions does not depend on the timing of passes. Meanwhile
-// pulls may pin and change the rows; a row that is changed is dirty again. An eviction that reaches a row in state
-// kWriting waits until the put has ended: the store has the row then, or the row is dirty again.
+// stay resident and in their lists. Meanwhile pulls may pin and change the rows; a row that is changed is dirty again.
+// Evictions take clean rows first, among the rows that a pass looks at. One that finds too few, and reaches a row in
+// state kWriting, waits until the put has ended: the store has the row then, or the row is dirty again.
 #include <algorithm>
 #include <cstring>
 
@@ -93,7 +93,8 @@ void DramTier::wait_until_written(uint32_t slot) {
   ready_.wait(lock, [&] { return meta()[slot].load_state() != SlotState::kWriting; });
 }
 
-// Called when slots were taken. Requests a pass when half of the reserve may be used up.
+// Called when slots were taken. Requests a pass when a fourth of the reserve may be used up: evictions pass over dirty
+// rows, so the clean ones among the next victims become fewer than the rows taken suggest.
 void DramTier::keep_reserve(size_t taken) {
   if (plan_.staged_rows == 0) return;
   if (!options_.write_ahead) {
@@ -105,7 +106,7 @@ void DramTier::keep_reserve(size_t taken) {
     recent_taken_ = recent;
     reserve_ = std::clamp<size_t>(3 * recent, plan_.capacity / 16, plan_.capacity / 4);
   }
-  if (taken_since_pass_.fetch_add(taken) + taken < reserve_ / 2) return;
+  if (taken_since_pass_.fetch_add(taken) + taken < reserve_ / 4) return;
   {
     std::lock_guard lock(free_mutex_);
     if (size_t{free_listed_} + plan_.capacity - never_used_ >= reserve_) return;

@@ -122,13 +122,32 @@ size_t DramTier::choose_victims(const Scratch::Writeback& w, size_t n, size_t* d
   return total;
 }
 
-// Frees clean rows at once. Appends dirty rows to `w` and marks them kEvicting. Returns the number of both. Stops at a
-// row that is being written ahead, and returns its slot in *wait_for.
+// Frees clean rows at once: first those among the rows that write_ahead() keeps clean, because dirty ones there are
+// written soon without a wait. If these are not enough, appends dirty rows to `w` and marks them kEvicting. Returns the
+// number of all. Stops at a row that is being written ahead, and returns its slot in *wait_for.
 size_t DramTier::choose_victims_of(Shard& shard, size_t n, const Scratch::Writeback& w, size_t* dirty,
                                    uint32_t* wait_for) {
   uint32_t freed[kFreeBlock];
   size_t freed_count = 0, chosen = 0, evicted = 0;
+  const auto free_row = [&](uint32_t slot) {
+    shard.unlink(slot);
+    shard.erase(hash(meta()[slot].key).tag, slot);
+    meta()[slot].store_state(SlotState::kFree);
+    freed[freed_count++] = slot;
+    ++evicted;
+    if (freed_count == kFreeBlock) push_free(freed, std::exchange(freed_count, 0));
+  };
   std::lock_guard lock(shard.mutex);
+  if (plan_.staged_rows > 0 && n > 0 && shard.next_victim() != kNoSlot) {
+    std::vector<uint32_t> clean;
+    clean.reserve(n);
+    shard.for_next_victims(std::max(n, reserve_ / plan_.shards), [&](uint32_t slot) {
+      if (!is_dirty(slot) && meta()[slot].load_state() == SlotState::kReady) clean.push_back(slot);
+      return clean.size() < n;
+    });
+    for (uint32_t slot : clean) free_row(slot);
+    chosen = clean.size();
+  }
   for (; chosen < n; ++chosen) {
     const uint32_t slot = shard.next_victim();
     if (slot == kNoSlot) break;
@@ -137,20 +156,16 @@ size_t DramTier::choose_victims_of(Shard& shard, size_t n, const Scratch::Writeb
       *wait_for = slot;
       break;
     }
-    shard.unlink(slot);
-    if (is_dirty(slot)) {
-      set_written(slot);
-      clear_dirty(slot);
-      m.store_state(SlotState::kEvicting);
-      w.keys[*dirty] = m.key;
-      w.slots[(*dirty)++] = slot;
+    if (!is_dirty(slot)) {
+      free_row(slot);
       continue;
     }
-    shard.erase(hash(m.key).tag, slot);
-    m.store_state(SlotState::kFree);
-    freed[freed_count++] = slot;
-    ++evicted;
-    if (freed_count == kFreeBlock) push_free(freed, std::exchange(freed_count, 0));
+    shard.unlink(slot);
+    set_written(slot);
+    clear_dirty(slot);
+    m.store_state(SlotState::kEvicting);
+    w.keys[*dirty] = m.key;
+    w.slots[(*dirty)++] = slot;
   }
   push_free(freed, freed_count);
   evictions_ += evicted;
