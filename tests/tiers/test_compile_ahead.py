@@ -35,7 +35,10 @@ def test_step_can_be_called_for_every_layout(monkeypatch: pytest.MonkeyPatch, op
     backend = table.backend
     assert isinstance(backend, HbmBackend)
     calls: Counter[str] = Counter()
-    for name in ("update_rows", "find_or_insert", "set_flags", "copy_in", "pool_rows", "index_gradients"):
+    for name in (
+        "update_rows", "find_or_insert", "set_flags", "copy_in", "pool_rows", "index_gradients", "copy_header",
+        "find_resident",
+    ):  # fmt: skip
         original = getattr(compile_ahead, name)
 
         def call(*args: Any, name: str = name, original: Any = original, **options: Any) -> Any:
@@ -45,14 +48,16 @@ def test_step_can_be_called_for_every_layout(monkeypatch: pytest.MonkeyPatch, op
         monkeypatch.setattr(compile_ahead, name, call)
     compile_ahead.call_step(backend.hbm, backend._codec, table.spec)
     assert calls == {
-        "update_rows": 2, "find_or_insert": 2, "set_flags": 1, "copy_in": 1, "pool_rows": 2, "index_gradients": 1
+        "update_rows": 2, "find_or_insert": 2, "set_flags": 1, "copy_in": 1, "pool_rows": 2, "index_gradients": 1,
+        "copy_header": 1, "find_resident": 1,
     }  # fmt: skip
     table.close()
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the launches of the interpreter are recorded")
 def test_launches_of_a_step_are_those_that_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of types and alignments of tensors, and of constants; also when planning is recorded, from the second window."""
+    """Of types and alignments of tensors, and of constants; also when planning is recorded, from the second window, and
+    when all keys were resident for some windows."""
     from triton.runtime.interpreter import GridExecutor
 
     launched: set[Any] = set()
@@ -76,11 +81,12 @@ def test_launches_of_a_step_are_those_that_are_compiled_ahead(monkeypatch: pytes
     launched.clear()
     monkeypatch.setattr(GridExecutor, "__call__", record_and_run)
     bag = tc.EmbeddingBag(table, 3)
-    for _ in range(3):
+    for _ in range(8):
         batch = tc.Batch(np.arange(96, dtype=np.uint64), np.arange(97), 3, label=torch.zeros(32))
         bag(batch).sum().backward()
         table.step()
     assert any(("STORED", True) in launch for launch in launched), "planning is recorded"
+    assert any("_find_resident_kernel" in launch for launch in launched), "all keys were resident"
     assert len(launched) >= 10
     assert launched <= ahead
     table.close()

@@ -19,6 +19,7 @@ from thermocline.kernels import INTERPRETED
 from thermocline.kernels.codec import Codec
 from thermocline.kernels.dirty_flags import set_flags
 from thermocline.kernels.evict import NEW
+from thermocline.kernels.find_resident import find_resident
 from thermocline.kernels.gradient_index import index_gradients
 from thermocline.kernels.insert import find_or_insert
 from thermocline.kernels.launch import compiling_only
@@ -28,7 +29,7 @@ from thermocline.kernels.rows import copy_in
 from thermocline.kernels.segments import find_segments
 from thermocline.kernels.update import update_rows
 from thermocline.tiers.hbm import HbmTier
-from thermocline.tiers.plan_graph import HEADER
+from thermocline.tiers.plan_graph import HEADER, copy_header, one_and_zero
 from thermocline.utils.compile_workers import is_used
 from thermocline.utils.cpu_affinity import cores
 
@@ -74,7 +75,10 @@ def call_step(tier: HbmTier, codec: Codec, spec: TableSpec) -> None:
     offsets = torch.arange(_IDS + 1, device=device)
     pool_rows(weights, slots, offsets, None, codec=codec)
     index_gradients(_IDS, segments.order, offsets, None, False, device)
-    used, now, completed, _ = torch.split(torch.zeros(HEADER, dtype=torch.int64, device=device), 1)
+    header = torch.zeros(HEADER, dtype=torch.int64, device=device)
+    used, now, completed, _ = torch.split(header, 1)
+    copy_header(torch.zeros(HEADER, dtype=torch.int64, pin_memory=device.type == "cuda"), header, one_and_zero(device))
+    find_resident(tier.index, tier.residents, keys, slots, plan.counts[NEW.value :], now=now)
     find_or_insert(tier.index, tier.residents, keys, used=used, now=now, completed=completed, **options)
     constants = torch.zeros(StoredStep.WORDS, dtype=torch.int32, device=device)
     stored = StoredStep(spec.optimizer.code, spec.optimizer.weight_decay, constants)

@@ -290,7 +290,7 @@ class PlanGraph:
             self._block = torch.empty(self.shape.words, dtype=torch.int64, device=self._tier.device)
             self._inputs = self._block[HEADER:]
             self._counts = torch.zeros(len(self._record), dtype=torch.int64, device=self._tier.device)
-            self._one = torch.arange(1, -1, -1, device=self._tier.device)
+            self._one = one_and_zero(self._tier.device)
         return self._block, self._counts
 
     @property
@@ -306,7 +306,8 @@ class PlanGraph:
 
     def _run(self, kind: _Kind) -> tuple[InsertPlan, torch.Tensor]:
         block, counts = self._device_memory()
-        self._upload_header(block)
+        assert self._one is not None
+        copy_header(self._header, block, self._one)
         memory = torch.empty(sum(self._words), dtype=torch.int32, device=self._tier.device)
         parts = zip(self.shape.layouts, torch.split(memory, self._words), self.shape.ids, strict=True)
         lists = [PlanLists(layout, piece, ids) for layout, piece, ids in parts]
@@ -325,12 +326,6 @@ class PlanGraph:
         self._record.copy_(counts, non_blocking=True)
         return plan, memory
 
-    def _upload_header(self, block: torch.Tensor) -> None:
-        """Copy the header by a kernel: a copy by the device's copy engine would wait for an upload of ids before it."""
-        assert self._one is not None
-        header, target = (words[:HEADER].view(torch.int32).view(1, -1) for words in (self._header, block))
-        copy_in(target, self._one[1:].view(torch.int32), header, self._one)
-
     def _insert(self, block: torch.Tensor, counts: torch.Tensor, kind: _Kind) -> InsertPlan:
         tier, keys = self._tier, block[HEADER : HEADER + self.shape.keys]
         used, now, completed, _ = torch.split(block[:HEADER], 1)
@@ -348,6 +343,20 @@ class PlanGraph:
         counts[:COUNTS].zero_()
         find_resident(tier.index, tier.residents, keys, slots, counts[NEW.value :], now=block[1:2])
         return InsertPlan.of_residents(slots, counts[:COUNTS])
+
+
+def copy_header(header: torch.Tensor, block: torch.Tensor, one: torch.Tensor) -> None:
+    """Copy the header by a kernel: a copy by the device's copy engine would wait for an upload of ids before it.
+
+    one   `one_and_zero`
+    """
+    rows, target = (words[:HEADER].view(torch.int32).view(1, -1) for words in (header, block))
+    copy_in(target, one[1:].view(torch.int32), rows, one)
+
+
+def one_and_zero(device: torch.device) -> torch.Tensor:
+    """Return the number of rows and the slot of `copy_header`."""
+    return torch.arange(1, -1, -1, device=device)
 
 
 class PlanGraphs:
