@@ -64,12 +64,13 @@ def test_missing_ranks_are_named() -> None:
 
 def test_a_store_whose_process_never_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 was killed before this rank connected."""
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(tc.RankError, match="rank 1 cannot reach the rendezvous store"):
-        open_store(1, 2, timeout=1.0)
+    with socket.socket() as unused:  # open until the end: no other test gets the port, and nobody listens there
+        unused.bind(("127.0.0.1", 0))
+        port = str(unused.getsockname()[1])
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "1", "WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(tc.RankError, match="rank 1 cannot reach the rendezvous store"):
+            open_store(1, 2, timeout=1.0)
 
 
 def test_a_store_whose_process_exits_while_ranks_join() -> None:

@@ -78,13 +78,16 @@ def test_placed_rows_are_found_without_a_read_of_the_store(tmp_path: Path) -> No
 # ---- the meter
 
 
+COUNTS = types.SimpleNamespace(hits=0, misses=0, puts=0, puts_in_pulls=0, evictions=0, pinned=0)
+
+
 class FakeTable:
     """Counters of a table without tiers below DRAM."""
 
     hbm = store = None
 
     def __init__(self) -> None:
-        self.dram = types.SimpleNamespace(stats=lambda: types.SimpleNamespace(hits=0, misses=0))
+        self.dram = types.SimpleNamespace(stats=lambda: COUNTS)
 
 
 def run_meter(monkeypatch: pytest.MonkeyPatch, ahead: list[int], **limits: Any) -> tuple[Any, int]:

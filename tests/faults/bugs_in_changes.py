@@ -116,16 +116,23 @@ CHANGES = [
     CppMutant(
         "a deletion does not wait for writes of its rows",
         "dram/row_access.cc",
-        "      if (!is_written(meta()[slot].load_state())) return;\n",
+        "      if (!writing(slot)) return;\n",
         "      if (slot != kNoSlot) return;\n",
         "DramErase.",
     ),
     CppMutant(
         "rows that are being evicted are in neither tier",
         "dram/writeback.cc",
-        "    if (is_dirty(slot)) {\n      set_written(slot);\n",
-        "    if (is_dirty(slot)) {\n",
+        "    shard.unlink(slot);\n    set_written(slot);\n",
+        "    shard.unlink(slot);\n",
         "DramErase.",
+    ),
+    CppMutant(
+        "dirty rows are evicted as clean ones",
+        "dram/writeback.cc",
+        "      if (!is_dirty(slot) && meta()[slot].load_state() == SlotState::kReady) clean.push_back(slot);\n",
+        "      if (meta()[slot].load_state() == SlotState::kReady) clean.push_back(slot);\n",
+        "DramWriteAhead.",
     ),
     CppMutant(
         "rows that are written ahead are in neither tier",

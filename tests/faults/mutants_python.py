@@ -88,8 +88,8 @@ MUTANTS = [
     PythonMutant(
         "recorded planning assumes that no slot is missing",
         "tiers/plan_graph.py",
-        "        evict = self._keys > self._tier.capacity - used\n",
-        "        evict = False\n",
+        "        insert = _Kind.EVICT if self._keys > self._tier.capacity - used else _Kind.INSERT\n",
+        "        insert = _Kind.INSERT\n",
         PLANS,
     ),
     PythonMutant(
