@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import disk_probe, models, mpi_baseline, popularity, steady_report
+from experiments import disk_probe, machine, models, mpi_baseline, popularity, steady_report
 from experiments.experiment import Experiment, Json, Section, Setup, Step, StepContext
 from experiments.steady_meter import SteadyMeter, resident_bytes
 from thermocline.batch import Batch
@@ -176,7 +176,8 @@ class _Stretch:
     def _keep(self, name: str, part: Json) -> Json:
         """Add a part to the result, print its speed, and write the parts so far: a time limit may end the process."""
         self._parts |= {name: part, "seconds": self._seconds}
-        atomic_file.atomic_write(self._context.folder / PARTS, json.dumps(self._parts).encode())
+        kept = {**self._parts, "commit": machine.commit()}
+        atomic_file.atomic_write(self._context.folder / PARTS, json.dumps(kept).encode())
         runs = part.values() if name == "rival" else [part or {}]
         speeds = ", ".join(f"{run['examples_per_s']:,.0f}" for run in runs if "examples_per_s" in run)
         if speeds:

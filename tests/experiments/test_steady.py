@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import thermocline as tc
-from experiments import popularity, steady, steady_meter, steady_report
+from experiments import machine, popularity, steady, steady_meter, steady_report
 from experiments.__main__ import command_line
 from experiments.experiment import Setup, StepContext, Table
 from thermocline.data.paper_models import PaperModel
@@ -267,6 +267,7 @@ def test_parts_measured_before_an_interruption_are_kept(tmp_path: Path, monkeypa
     assert kept["tiers"]["examples_per_s"] > 0
     assert kept["rival"] == {"2": {"examples_per_s": 7.0}}
     assert kept["seconds"]["tiers"] > 0
+    assert kept["commit"] == machine.commit()
     assert [(count, round(seconds, 3)) for count, seconds, _ in asked] == [(2, 3.0), (4, 2.0)]  # others are shorter
     assert asked[0][2] == min(kept["cycle"], steady.CYCLE)
 
