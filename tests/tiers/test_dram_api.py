@@ -326,7 +326,6 @@ def test_push_with_known_slots(dim: int) -> None:
     version = tier.slots_version
     assert tier.keeps_slots
     assert version != other.slots_version
-    hits = 0
     for number in range(12):
         keys = some(1500)
         kind = number % 4
@@ -343,11 +342,9 @@ def test_push_with_known_slots(dim: int) -> None:
             slots[::3] = rng.integers(0, 2**32, len(slots[::3]))
         known = other.slots_version if kind == 1 else 0 if kind == 3 else version
         push(keys, KnownSlots(slots, known))
-        hits += kind == 0
         expected = [rows.get(key, 0.0) for key in range(3000)]
         assert tier.read(np.arange(3000, dtype=np.uint64))[:, 0].tolist() == expected
         version = tier.slots_version if kind == 2 else version
-    assert hits == 3
     tier.check()
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -30,7 +31,8 @@ def workers() -> CompileWorkers:
     return CompileWorkers([sys.executable, "-c", ECHO], 3)
 
 
-def test_workers_start_with_the_fourth_missing_kernel(workers: CompileWorkers) -> None:
+def test_workers_start_with_the_fourth_missing_kernel(workers: CompileWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_workers, "_END_SECONDS", 60.0)  # they may still be starting
     with workers.used():
         assert [workers.compile({}) for _ in range(5)] == [False, False, False, True, True]
         processes = list(workers._processes)
@@ -72,8 +74,29 @@ def test_few_cores_and_a_missing_program_leave_compiling_to_the_caller() -> None
         workers.stop()
 
 
+def test_threads_that_wait_for_a_worker_end_when_workers_are_stopped() -> None:
+    workers = CompileWorkers([sys.executable, "-c", "import time; time.sleep(600)"], 3)
+    workers.start()
+    results: list[bool] = []
+    threads = [threading.Thread(target=lambda: results.append(workers.compile({})), daemon=True) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    while workers._idle.qsize():
+        time.sleep(0.01)
+    begin = time.monotonic()
+    workers.stop()
+    for thread in threads:
+        thread.join(30)
+    assert results == [False] * 8
+    assert time.monotonic() - begin < 20, "a second for all workers, not for each"
+
+
 def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_workers, "cores", lambda: 16)
+    for text in ("", "0"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+        assert CompileWorkers()._count == 8
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert CompileWorkers()._count == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert CompileWorkers()._count == 4
@@ -105,8 +128,9 @@ def test_workers_start_early_unless_the_cache_has_all_kernels(
     assert starts("a"), "the cache lacks a kernel"
     (tmp_path / "two" / "__grp__kernel.json").write_text("{}")
     assert not starts("a")
-    next(tmp_path.glob("thermocline-*.json")).write_text("[")
-    assert starts("a"), "the list is damaged"
+    for damaged in ("[", "[1]", "5"):
+        next(tmp_path.glob("thermocline-*.json")).write_text(damaged)
+        assert starts("a"), "the list is damaged"
 
 
 def test_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
@@ -138,7 +162,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_process_that_exits_stops_its_workers_without_a_word() -> None:
+def test_a_process_that_exits_stops_its_workers_without_output() -> None:
     script = f"""
 import sys
 from thermocline.utils.compile_workers import CompileWorkers

@@ -1,7 +1,7 @@
 """A process that compiles kernels into Triton's cache: a line of JSON on stdin per kernel, a reply on stdout each.
 
-Started by `compile_workers.py`. Ends with stdin, so also with the process that started it. Loads Triton but no torch,
-which takes seconds: the modules of kernels use torch in functions that are not called here.
+Started by `compile_workers.py`. Ends with stdin, so also with the process that started it, and its forked children.
+Loads Triton but no torch, which takes seconds: the modules of kernels use torch in functions that are not called here.
 """
 
 from __future__ import annotations

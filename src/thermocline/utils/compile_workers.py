@@ -1,7 +1,7 @@
 """Processes that compile kernels into Triton's cache, beside this process and its interpreter lock. Loads no torch.
 
 A worker that fails or is killed costs time only: the caller then compiles in place. `start_early` starts workers before
-torch is loaded; a file beside the cache, which lists what an equal run found there, tells when that is not needed.
+torch is loaded, unless a file in the cache lists the kernels of an equal run and all of them are there.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from thermocline.utils.atomic_file import atomic_path
 from thermocline.utils.cpu_affinity import cores
+from thermocline.utils.machine import local_ranks
 
 _MOST, _LEAST = 8, 3
 """Workers; fewer than `_LEAST` are not faster than threads of this process."""
@@ -30,7 +32,9 @@ _IN_PLACE = 3
 """Missing kernels that are compiled in place, before workers are started for the others."""
 _SECONDS = 120.0
 """Time limit of one kernel; then its worker is killed."""
-_COMMAND = (sys.executable or "python3", "-P", "-m", "thermocline.utils.compile_worker")
+_END_SECONDS = 1.0
+"""Time in which workers end by themselves when they are stopped."""
+_COMMAND = (sys.executable, "-P", "-m", "thermocline.utils.compile_worker")
 
 
 class CompileWorkers:
@@ -38,8 +42,9 @@ class CompileWorkers:
 
     def __init__(self, command: Iterable[str] = _COMMAND, count: int | None = None) -> None:
         """Start nothing yet. count   default: as many as cores, divided by the ranks of this machine, at most 8."""
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._count = min(_MOST, cores() // ranks) if count is None else count
+        self._count = min(_MOST, cores() // local_ranks()) if count is None else count
+        if not sys.executable or getattr(sys, "frozen", False):
+            self._count = 0  # the interpreter is not a program of its own
         self._command = [*command]
         self._lock = threading.Lock()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -54,26 +59,29 @@ class CompileWorkers:
     def start(self) -> None:
         """Start the workers, if they do not run. They load Triton meanwhile."""
         with self._lock:
-            if self._processes or self._count < _LEAST:
-                return
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            for n in range(self._count):
-                command = [*self._command, *(["first"] if n == 0 else [])]
-                with contextlib.suppress(OSError):  # no memory or no process is left: fewer workers
-                    self._processes.append(subprocess.Popen(command, env=environment, **pipes))
-            for process in reversed(self._processes):  # the first one builds Triton's driver: used last
-                self._idle.put(process)
-            if not self._processes:
-                self._idle.put(None)
-            atexit.register(self.stop)
+            self._start()
+
+    def _start(self) -> None:
+        if self._processes or self._count < _LEAST:
+            return
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        for n in range(self._count):
+            command = [*self._command, *(["first"] if n == 0 else [])]
+            with contextlib.suppress(OSError):  # no memory or no process is left: fewer workers
+                self._processes.append(subprocess.Popen(command, env=environment, **pipes))
+        for process in reversed(self._processes):  # the first one builds Triton's driver: used last
+            self._idle.put(process)
+        if not self._processes:
+            self._idle.put(None)
+        atexit.register(self.stop)
 
     def start_early(self, identity: str) -> None:
         """Start the workers, unless the kernels of a run of this `identity` are in the cache."""
         spec = importlib.util.find_spec("triton")
         if spec is None or spec.origin is None:
             return
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, TypeError):
             marker = cache_folder() / f"thermocline-{_fingerprint(identity, Path(spec.origin))}.json"
             self._marker = marker
             folders = json.loads(marker.read_text())
@@ -101,18 +109,18 @@ class CompileWorkers:
         """
         with self._lock:
             self._missing += 1
-            wanted = bool(self._processes) or self._missing > _IN_PLACE
-        if not wanted or self._count < _LEAST:
-            return False
-        self.start()
-        worker = self._idle.get()
+            if self._count < _LEAST or not (self._processes or self._missing > _IN_PLACE):
+                return False
+            self._start()
+            idle = self._idle  # of these workers: `stop` replaces it
+        worker = idle.get()
         if worker is None:
-            self._idle.put(None)
+            idle.put(None)  # for the next thread that waits
             return False
         if _reply(worker, task) is None:
-            self._drop(worker)
+            self._drop(worker, idle)
             return False
-        self._idle.put(worker)
+        idle.put(worker)
         with self._lock:
             self.compiled += 1
         return True
@@ -123,34 +131,45 @@ class CompileWorkers:
             self._folders.add(folder)
 
     def stop(self) -> None:
-        """Stop the workers and wait for their end. A kernel that is being compiled has a second."""
+        """Stop the workers and wait for their end. Those that are compiling have a second, all together."""
         with self._lock:
-            processes, self._processes = self._processes, []
-            self._idle.put(None)  # for threads that wait for a worker
-            self._idle = queue.LifoQueue()
+            processes = self._take()
+        self._end(processes)
+
+    def stop_unused(self) -> None:
+        """Stop the workers unless a `used` block needs them."""
+        with self._lock:
+            if self._users:
+                return
+            processes = self._take()
+        self._mark()
+        self._end(processes)
+
+    def _take(self) -> list[subprocess.Popen[bytes]]:
+        processes, self._processes = self._processes, []
+        self._idle.put(None)  # for threads that wait for a worker
+        self._idle = queue.LifoQueue()
+        return processes
+
+    def _end(self, processes: list[subprocess.Popen[bytes]]) -> None:
         for process in processes:
             assert process.stdin is not None
             with contextlib.suppress(OSError):
                 process.stdin.close()
+        until = time.monotonic() + _END_SECONDS
         for process in processes:
-            _end(process)
+            _end(process, until - time.monotonic())
         atexit.unregister(self.stop)
 
-    def stop_unused(self) -> None:
-        """Stop the workers unless a `used` block needs them."""
-        if self._users == 0:
-            self._mark()
-            self.stop()
-
-    def _drop(self, worker: subprocess.Popen[bytes]) -> None:
+    def _drop(self, worker: subprocess.Popen[bytes], idle: queue.LifoQueue[subprocess.Popen[bytes] | None]) -> None:
         worker.kill()
-        _end(worker)
+        _end(worker, _END_SECONDS)
         with self._lock:
             if worker in self._processes:
                 self._processes.remove(worker)
                 if not self._processes:
                     self._count = 0
-                    self._idle.put(None)
+                    idle.put(None)
 
     def _mark(self) -> None:
         if self._marker is not None and self._folders:
@@ -175,9 +194,9 @@ def _reply(worker: subprocess.Popen[bytes], task: dict[str, Any]) -> Any:
         return None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
     try:
-        process.wait(1.0)
+        process.wait(max(0.0, seconds))
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

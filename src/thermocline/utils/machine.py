@@ -63,7 +63,7 @@ def require_memory(needed: int, *, name: str, override: str) -> None:
     Budgets that `reserve_memory` counts are added. Ranks that torchrun started on this machine (LOCAL_WORLD_SIZE) are
     taken to ask for the same.
     """
-    memory, ranks = memory_bytes(), _local_ranks()
+    memory, ranks = memory_bytes(), local_ranks()
     if (needed + sum(size for _, size in list(_reserved.values()))) * ranks > memory:
         gc.collect()  # tables that nothing refers to, but that are parts of cycles
     others = list(_reserved.values())
@@ -85,6 +85,7 @@ def require_memory(needed: int, *, name: str, override: str) -> None:
     )
 
 
-def _local_ranks() -> int:
+def local_ranks() -> int:
+    """Return the number of ranks on this machine that torchrun states; 1 without it."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, int(text)) if text.isdecimal() else 1
