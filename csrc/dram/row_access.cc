@@ -238,8 +238,8 @@ void DramTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool di
         }
       });
     }
-    // By visits: the rows come from the tier above, which keeps those that are needed soon. An LRU would protect each
-    // of them from eviction, also those that are seldom needed.
+    // By visits: most come from the tier above, which keeps rows that are needed soon. An LRU would protect each of
+    // them from eviction, also those that are seldom needed.
     release(*s, slots, keys + b, part, dirty, nullptr, true);
   }
 }

@@ -15,7 +15,7 @@
 //     during the write pins it and so cancels the eviction.
 //  2. free + resident == capacity when no call is in progress; a failed pull leaves no pin.
 //  3. A dirty bit is set only for a slot that holds a row.
-//  4. Result, plan and eviction order do not depend on the number of threads.
+//  4. Result and plan do not depend on the number of threads; without write_ahead neither does the order of evictions.
 //  5. The bytes of rows, metadata, index and scratch memory never exceed the budget. All are mapped at the start and
 //     touched as rows arrive: slots are used in order, and the index of a shard grows (Shard::reserve). Its temporary
 //     copy while it grows is not counted: the last one is made when half of the rows are still untouched.
@@ -56,8 +56,8 @@ struct TierOptions {
   // Performance.
   int threads = 1;
   int shards = 0;  // a power of two up to 256; 0: derived from the capacity, never from the number of threads
-  // Rows to be evicted next that are kept clean by a background thread; default: the slots that two recent pulls took,
-  // 1/16 to 1/4 of the capacity. 0: pulls write the rows that they evict.
+  // Rows to be evicted next that are kept clean by a background thread; default: the slots that three recent pulls
+  // took, 1/16 to 1/4 of the capacity. 0: pulls write the rows that they evict.
   std::optional<size_t> write_ahead;
 };
 

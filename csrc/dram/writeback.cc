@@ -14,6 +14,7 @@ namespace {
 
 constexpr size_t kEvictBytes = 1 << 20;  // rows evicted at once, so that puts are large
 constexpr size_t kFreeBlock = 256;       // slots freed under one lock of the free list
+constexpr size_t kMostSeen = 32;         // rows that a search for a clean one may look at, per row that is needed
 constexpr size_t kTaskWords = 1024;      // of 64 dirty bits, per task
 
 }  // namespace
@@ -139,14 +140,12 @@ size_t DramTier::choose_victims_of(Shard& shard, size_t n, const Scratch::Writeb
   };
   std::lock_guard lock(shard.mutex);
   if (plan_.staged_rows > 0 && n > 0 && shard.next_victim() != kNoSlot) {
-    std::vector<uint32_t> clean;
-    clean.reserve(n);
-    shard.for_next_victims(std::max(n, reserve_ / plan_.shards), [&](uint32_t slot) {
-      if (!is_dirty(slot) && meta()[slot].load_state() == SlotState::kReady) clean.push_back(slot);
-      return clean.size() < n;
+    uint32_t* const clean = w.slots + *dirty;  // has room for n slots: nothing is allocated here, which could fail
+    shard.for_next_victims(std::min(std::max(n, reserve_ / plan_.shards), kMostSeen * n), [&](uint32_t slot) {
+      if (!is_dirty(slot) && meta()[slot].load_state() == SlotState::kReady) clean[chosen++] = slot;
+      return chosen < n;
     });
-    for (uint32_t slot : clean) free_row(slot);
-    chosen = clean.size();
+    for (size_t i = 0; i < chosen; ++i) free_row(clean[i]);
   }
   for (; chosen < n; ++chosen) {
     const uint32_t slot = shard.next_victim();
@@ -230,7 +229,8 @@ bool DramTier::is_dirty(uint32_t slot) const {
 bool DramTier::clear_dirty(uint32_t slot) {
   std::atomic<uint64_t>& word = dirty_words()[slot / 64];
   const uint64_t bit = uint64_t{1} << (slot % 64);
-  if (!(word.load(std::memory_order_relaxed) & bit)) return false;
+  // Acquire: who finds the bit clear, finds the one in written_words() that was set before it was cleared.
+  if (!(word.load(std::memory_order_acquire) & bit)) return false;
   word.fetch_and(~bit, std::memory_order_acq_rel);
   return true;
 }

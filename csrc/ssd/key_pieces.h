@@ -28,7 +28,7 @@ class KeyPieces {
   KeyPieces(const uint64_t* keys, size_t n, size_t workers, size_t least, uint64_t span, ThreadPool& pool);
 
   // Fills `items` with the next piece, sorted by hash. False: none is left. `scratch` is working memory. Pieces become
-  // smaller towards the end, so that all threads finish together.
+  // smaller towards the end, so that all threads finish together, except wide() ones.
   bool next(std::vector<Item>& items, std::vector<Item>& scratch);
   bool left() const;                   // whether next() would return a piece
   bool wide() const { return wide_; }  // larger pieces because of `span`: a worker should take one at a time

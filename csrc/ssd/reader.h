@@ -1,10 +1,10 @@
 // Executes read plans: reads pages, verifies them and copies rows, without any lock of the store.
 //
 // The keys of a lookup are divided into parts (PlanSource). Each worker takes one part after the other, plans it, reads
-// its pages through a channel of its own, verifies them and copies the rows (Reader::Worker in reader.cc). It plans the
-// next part while pages of the last one are being read, so planning, reading, verifying and copying overlap on every
-// thread, and no part is handed from thread to thread. Neighbouring pages are read together if the pages between them
-// cost less than another request (ReadCost).
+// its pages through a channel of its own, verifies them and copies the rows (Reader::Worker in reader.cc). Unless parts
+// are large (PlanSource::ahead), it plans the next one while pages of the last one are being read, so planning,
+// reading, verifying and copying overlap on every thread, and no part is handed from thread to thread. Neighbouring
+// pages are read together if the pages between them cost less than another request (ReadCost).
 #pragma once
 
 #include <atomic>

@@ -62,6 +62,7 @@ def test_missing_ranks_are_named() -> None:
         scoped_store(store, 1, 3, 0.2)
 
 
+@pytest.mark.usefixtures("no_process_group")
 def test_a_store_whose_process_never_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 was killed before this rank connected."""
     with socket.socket() as unused:  # open until the end: no other test gets the port, and nobody listens there

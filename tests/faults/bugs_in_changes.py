@@ -130,8 +130,8 @@ CHANGES = [
     CppMutant(
         "dirty rows are evicted as clean ones",
         "dram/writeback.cc",
-        "      if (!is_dirty(slot) && meta()[slot].load_state() == SlotState::kReady) clean.push_back(slot);\n",
-        "      if (meta()[slot].load_state() == SlotState::kReady) clean.push_back(slot);\n",
+        "      if (!is_dirty(slot) && meta()[slot].load_state() == SlotState::kReady) clean[chosen++] = slot;\n",
+        "      if (meta()[slot].load_state() == SlotState::kReady) clean[chosen++] = slot;\n",
         "DramWriteAhead.",
     ),
     CppMutant(

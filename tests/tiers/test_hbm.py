@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import Any
 
@@ -247,6 +248,40 @@ def test_evicted_rows_are_pushed_to_their_slots(erase: bool, monkeypatch: pytest
     table.write_back()
     hbm_of(table).reset(table.dram)
     assert (hbm_of(table)._transfer.dram_slots.memory == -1).all()
+
+
+def test_a_failed_write_back_is_an_error_though_later_ones_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save would publish the old rows: it waits for the last write-back only."""
+    table = tc.Table(4, tc.SGD(lr=0.1), hbm=bytes_for(60, 4), mem="1MB", device=DEVICE)
+    bag = tc.EmbeddingBag(table, 1)
+    push, pushes = DramTier.push_stored, 0
+
+    def fail_once(self: DramTier, *args: Any, **options: Any) -> None:
+        nonlocal pushes
+        pushes += 1
+        if pushes == 1:
+            raise OSError("no space left")
+        push(self, *args, **options)
+
+    monkeypatch.setattr(DramTier, "push_stored", fail_once)
+    transfer = hbm_of(table)._transfer
+
+    def train(first: int) -> None:
+        keys = np.arange(first, first + 40, dtype=np.uint64)
+        bag(tc.Batch(keys, np.arange(41), 1)).sum().backward()
+        table.step()
+
+    train(0)
+    with contextlib.suppress(OSError, tc.ThermoclineError):  # which call raises it is a matter of time
+        train(40)
+        train(80)
+    transfer.wait_for_write_back()
+    assert pushes >= 1
+    with pytest.raises((OSError, tc.ThermoclineError), match="no space left"):
+        table.write_back()
+    with pytest.raises(tc.ThermoclineError, match=r"rows were lost between HBM and DRAM .OSError: no space left"):
+        table.write_back()
+    table.close()
 
 
 def test_failed_write_back_is_an_error() -> None:

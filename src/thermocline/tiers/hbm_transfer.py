@@ -17,6 +17,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -82,6 +83,8 @@ class RowTransfer:
         self.dram = dram
         self.failure: str | None = None
         """The error that lost rows, after which the tier refuses to work until `reset`."""
+        self._unraised: BaseException | None = None
+        """The error of a write-back that no call has raised yet."""
         self.written_back = 0
         """Changed rows pushed into the DRAM tier."""
         self.from_dram = self.from_ssd = self.initialised = 0
@@ -144,15 +147,18 @@ class RowTransfer:
         copied = self._event()
 
         def write_back() -> None:
-            self._wait_for(copied)
-            changed = dirty.numpy().astype(bool)
-            if changed.all():
-                self.write_back(keys.numpy(), rows.numpy(), known)
-            else:
-                self.write_back(keys.numpy()[changed], rows.numpy()[changed], None if known is None else known[changed])
+            try:
+                self._wait_for(copied)
+                changed = dirty.numpy().astype(bool)
+                some = slice(None) if changed.all() else changed
+                self.write_back(keys.numpy()[some], rows.numpy()[some], None if known is None else known[some])
+            except BaseException as error:  # now: only the last write-back is waited for, and it may succeed
+                self.record_failure(error)
+                self._unraised = error
+                raise
 
         self._last_write_back = self._write_back_thread.submit(write_back)
-        buffer.wait_for_reader = self._last_write_back.result
+        buffer.wait_for_reader = functools.partial(self._wait_write_back, self._last_write_back)
 
     def write_back(self, keys: Any, rows: Floats, known: KnownSlots | None = None) -> None:
         """Push changed rows into the DRAM tier."""
@@ -192,7 +198,7 @@ class RowTransfer:
                     current_stream(self._arena.device).wait_stream(stream)
 
     def wait_for_write_back(self) -> None:
-        """Wait for the write-backs submitted so far. A call that needs their rows raises their errors."""
+        """Wait for the write-backs submitted so far. The next load or `drain` raises their errors."""
         if (write_back := self._last_write_back) is not None:
             concurrent.futures.wait([write_back])
 
@@ -235,9 +241,10 @@ class RowTransfer:
         if write_back is not None:
             try:
                 write_back.result()
-            except BaseException as error:
-                self.record_failure(error)
+            except BaseException:
+                self._unraised = None
                 raise
+            self.check()  # of those before it
 
     def reset(self, dram: DramTier) -> None:
         """Drop all queued transfers and continue above another DRAM tier."""
@@ -249,14 +256,17 @@ class RowTransfer:
             self._queue.clear()
             self._last_write_back = None
             self.dram = dram
-            self.failure = None
+            self.failure = self._unraised = None
             self.dirty.zero_()
             if self._in is not None:
                 current_stream(self._arena.device).wait_stream(self._in)  # it may still set slots of the old tier
             self.dram_slots.reset(dram)
 
     def check(self) -> None:
-        """Raise `ThermoclineError` if rows were lost."""
+        """Raise `ThermoclineError` if rows were lost; the first time the error of the write-back that lost them."""
+        error, self._unraised = self._unraised, None
+        if error is not None:
+            raise error
         if self.failure is not None:
             raise ThermoclineError(
                 f"table {self._name!r}: rows were lost between HBM and DRAM ({self.failure}). Reopen the table on its "
