@@ -40,7 +40,7 @@ class KnownSlots:
     version: int
     """`slots_version` at some time before the read: while it is the same, no slot has lost its key."""
 
-    def __getitem__(self, chosen: npt.NDArray[np.bool_]) -> KnownSlots:
+    def __getitem__(self, chosen: npt.NDArray[np.bool_] | slice) -> KnownSlots:
         return KnownSlots(self.slots[chosen], self.version)
 
 
