@@ -15,7 +15,7 @@
 //     during the write pins it and so cancels the eviction.
 //  2. free + resident == capacity when no call is in progress; a failed pull leaves no pin.
 //  3. A dirty bit is set only for a slot that holds a row.
-//  4. Result and plan do not depend on the number of threads; without write_ahead neither does the order of evictions.
+//  4. Result, plan and eviction order do not depend on the number of threads.
 //  5. The bytes of rows, metadata, index and scratch memory never exceed the budget. All are mapped at the start and
 //     touched as rows arrive: slots are used in order, and the index of a shard grows (Shard::reserve). Its temporary
 //     copy while it grows is not counted: the last one is made when half of the rows are still untouched.

@@ -2,9 +2,9 @@
 // slots, so that the pull finds clean rows to evict and does not wait for a put.
 //
 // A pass copies the dirty rows among the next victims, marks them clean and kWriting, and puts the copies. The rows
-// stay resident and in their lists. Meanwhile pulls may pin and change the rows; a row that is changed is dirty again.
-// Evictions take clean rows first, among the rows that a pass looks at. One that finds too few, and reaches a row in
-// state kWriting, waits until the put has ended: the store has the row then, or the row is dirty again.
+// stay resident and in their lists, so that the order of evictions does not depend on the timing of passes. Meanwhile
+// pulls may pin and change the rows; a row that is changed is dirty again. An eviction that reaches a row in state
+// kWriting waits until the put has ended: the store has the row then, or the row is dirty again.
 #include <algorithm>
 #include <cstring>
 
@@ -93,8 +93,8 @@ void DramTier::wait_until_written(uint32_t slot) {
   ready_.wait(lock, [&] { return meta()[slot].load_state() != SlotState::kWriting; });
 }
 
-// Called when slots were taken. Requests a pass when a fourth of the reserve may be used up: evictions pass over dirty
-// rows, so the clean ones among the next victims become fewer than the rows taken suggest.
+// Called when slots were taken. Requests a pass when a fourth of the reserve may be used up: rows with one visit
+// pass through their list within a few pulls.
 void DramTier::keep_reserve(size_t taken) {
   if (plan_.staged_rows == 0) return;
   if (!options_.write_ahead) {

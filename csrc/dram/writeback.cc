@@ -14,7 +14,6 @@ namespace {
 
 constexpr size_t kEvictBytes = 1 << 20;  // rows evicted at once, so that puts are large
 constexpr size_t kFreeBlock = 256;       // slots freed under one lock of the free list
-constexpr size_t kMostSeen = 32;         // rows that a search for a clean one may look at, per row that is needed
 constexpr size_t kTaskWords = 1024;      // of 64 dirty bits, per task
 
 }  // namespace
@@ -123,9 +122,8 @@ size_t DramTier::choose_victims(const Scratch::Writeback& w, size_t n, size_t* d
   return total;
 }
 
-// Frees clean rows at once: first those among the rows that write_ahead() keeps clean, because dirty ones there are
-// written soon without a wait. If these are not enough, appends dirty rows to `w` and marks them kEvicting. Returns the
-// number of all. Stops at a row that is being written ahead, and returns its slot in *wait_for.
+// Frees clean rows at once. Appends dirty rows to `w` and marks them kEvicting. Returns the number of both. Stops at a
+// row that is being written ahead, and returns its slot in *wait_for.
 size_t DramTier::choose_victims_of(Shard& shard, size_t n, const Scratch::Writeback& w, size_t* dirty,
                                    uint32_t* wait_for) {
   uint32_t freed[kFreeBlock];
@@ -139,14 +137,6 @@ size_t DramTier::choose_victims_of(Shard& shard, size_t n, const Scratch::Writeb
     if (freed_count == kFreeBlock) push_free(freed, std::exchange(freed_count, 0));
   };
   std::lock_guard lock(shard.mutex);
-  if (plan_.staged_rows > 0 && n > 0 && shard.next_victim() != kNoSlot) {
-    uint32_t* const clean = w.slots + *dirty;  // has room for n slots: nothing is allocated here, which could fail
-    shard.for_next_victims(std::min(std::max(n, reserve_ / plan_.shards), kMostSeen * n), [&](uint32_t slot) {
-      if (!is_dirty(slot) && meta()[slot].load_state() == SlotState::kReady) clean[chosen++] = slot;
-      return chosen < n;
-    });
-    for (size_t i = 0; i < chosen; ++i) free_row(clean[i]);
-  }
   for (; chosen < n; ++chosen) {
     const uint32_t slot = shard.next_victim();
     if (slot == kNoSlot) break;

@@ -11,9 +11,8 @@ using namespace ssd;
 namespace {
 
 constexpr size_t kMostBytes = 32u << 20;
-constexpr size_t kEntryBytes = 80;    // of the map and the allocator, per row
-constexpr uint64_t kScansAtOnce = 4;  // of an expiry: each may keep its share of the memory that is left
-constexpr int kReads = 8;             // in flight, of all scans: lookups beside them have dozens
+constexpr size_t kEntryBytes = 80;  // of the map and the allocator, per row
+constexpr int kReads = 8;           // in flight, of all scans: lookups beside them have dozens
 
 }  // namespace
 
@@ -31,7 +30,7 @@ SsdStore::Impl::RangeView SsdStore::Impl::view(const std::shared_ptr<Followed>& 
     cursor = std::max(cursor, PartitionCursor::memory(ctx.g, view, ctx.sizes.merge_bytes));
   }
   followed->set_memory(followed->scan_memory + cursor, 0);
-  followed->most = std::min<uint64_t>(kMostBytes, merger_->spare() / kScansAtOnce);
+  followed->most = std::min<uint64_t>(kMostBytes, merger_->spare());
   followed->rows.swap(out.buffered);  // the first changes: so the rows of the scan are in hash order
   count_changes(*followed);
   std::erase_if(followed_, [](auto& each) { return each.expired(); });

@@ -128,13 +128,6 @@ CHANGES = [
         "DramErase.",
     ),
     CppMutant(
-        "dirty rows are evicted as clean ones",
-        "dram/writeback.cc",
-        "      if (!is_dirty(slot) && meta()[slot].load_state() == SlotState::kReady) clean[chosen++] = slot;\n",
-        "      if (meta()[slot].load_state() == SlotState::kReady) clean[chosen++] = slot;\n",
-        "DramWriteAhead.",
-    ),
-    CppMutant(
         "rows that are written ahead are in neither tier",
         "dram/write_ahead.cc",
         "    set_written(slot);\n",

@@ -175,11 +175,9 @@ def test_policies_keep_different_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_results_and_evictions_do_not_depend_on_threads(tmp_path: Path, threads: int) -> None:
-    """Evictions: without writes ahead, whose time decides which rows are clean."""
-
     def train(threads: int) -> tuple[bytes, tc.DramStats]:
         with small_store(tmp_path / str(threads), 32) as store:
-            tier = tc.DramTier(4, tc.Adagrad(), budget="300KB", store=store, threads=threads, shards=4, write_ahead=0)
+            tier = tc.DramTier(4, tc.Adagrad(), budget="300KB", store=store, threads=threads, shards=4)
             random = np.random.default_rng(1)
             for step in range(1, 15):
                 lookup = dram.lookup(tier, random.integers(0, 9000, 4000).astype(np.uint64), np.arange(0, 4001, 40))

@@ -23,7 +23,7 @@ from thermocline.embedding.row_statistics import RowStatistics, Statistic, Stati
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import require
 
-STEPS_AHEAD = 256
+STEPS_AHEAD = 64
 """Steps before the turn of a part at which its rows may be read."""
 _MOST_PARTS = 1000
 _ROWS_OF_PART = 10_000
