@@ -83,8 +83,7 @@ class RowTransfer:
         self.dram = dram
         self.failure: str | None = None
         """The error that lost rows, after which the tier refuses to work until `reset`."""
-        self._unraised: BaseException | None = None
-        """The error of a write-back that no call has raised yet."""
+        self._failure_kind: type[ThermoclineError] = ThermoclineError
         self.written_back = 0
         """Changed rows pushed into the DRAM tier."""
         self.from_dram = self.from_ssd = self.initialised = 0
@@ -154,7 +153,6 @@ class RowTransfer:
                 self.write_back(keys.numpy()[some], rows.numpy()[some], None if known is None else known[some])
             except BaseException as error:  # now: only the last write-back is waited for, and it may succeed
                 self.record_failure(error)
-                self._unraised = error
                 raise
 
         self._last_write_back = self._write_back_thread.submit(write_back)
@@ -239,11 +237,7 @@ class RowTransfer:
 
     def _wait_write_back(self, write_back: concurrent.futures.Future[None] | None) -> None:
         if write_back is not None:
-            try:
-                write_back.result()
-            except BaseException:
-                self._unraised = None
-                raise
+            write_back.result()
             self.check()  # of those before it
 
     def reset(self, dram: DramTier) -> None:
@@ -256,25 +250,23 @@ class RowTransfer:
             self._queue.clear()
             self._last_write_back = None
             self.dram = dram
-            self.failure = self._unraised = None
+            self.failure = None
             self.dirty.zero_()
             if self._in is not None:
                 current_stream(self._arena.device).wait_stream(self._in)  # it may still set slots of the old tier
             self.dram_slots.reset(dram)
 
     def check(self) -> None:
-        """Raise `ThermoclineError` if rows were lost; the first time the error of the write-back that lost them."""
-        error, self._unraised = self._unraised, None
-        if error is not None:
-            raise error
+        """Raise `ThermoclineError` if rows were lost, of the kind of the error that lost them."""
         if self.failure is not None:
-            raise ThermoclineError(
+            raise self._failure_kind(
                 f"table {self._name!r}: rows were lost between HBM and DRAM ({self.failure}). Reopen the table on its "
                 "last commit"
             )
 
     def record_failure(self, error: BaseException) -> None:
         """Refuse to work until `reset`: rows may be lost."""
+        self._failure_kind = type(error) if isinstance(error, ThermoclineError) else ThermoclineError
         self.failure = f"{type(error).__name__}: {error}"
 
     # ---- the device
