@@ -128,14 +128,6 @@ size_t DramTier::choose_victims_of(Shard& shard, size_t n, const Scratch::Writeb
                                    uint32_t* wait_for) {
   uint32_t freed[kFreeBlock];
   size_t freed_count = 0, chosen = 0, evicted = 0;
-  const auto free_row = [&](uint32_t slot) {
-    shard.unlink(slot);
-    shard.erase(hash(meta()[slot].key).tag, slot);
-    meta()[slot].store_state(SlotState::kFree);
-    freed[freed_count++] = slot;
-    ++evicted;
-    if (freed_count == kFreeBlock) push_free(freed, std::exchange(freed_count, 0));
-  };
   std::lock_guard lock(shard.mutex);
   for (; chosen < n; ++chosen) {
     const uint32_t slot = shard.next_victim();
@@ -145,16 +137,20 @@ size_t DramTier::choose_victims_of(Shard& shard, size_t n, const Scratch::Writeb
       *wait_for = slot;
       break;
     }
-    if (!is_dirty(slot)) {
-      free_row(slot);
+    shard.unlink(slot);
+    if (is_dirty(slot)) {
+      set_written(slot);
+      clear_dirty(slot);
+      m.store_state(SlotState::kEvicting);
+      w.keys[*dirty] = m.key;
+      w.slots[(*dirty)++] = slot;
       continue;
     }
-    shard.unlink(slot);
-    set_written(slot);
-    clear_dirty(slot);
-    m.store_state(SlotState::kEvicting);
-    w.keys[*dirty] = m.key;
-    w.slots[(*dirty)++] = slot;
+    shard.erase(hash(m.key).tag, slot);
+    m.store_state(SlotState::kFree);
+    freed[freed_count++] = slot;
+    ++evicted;
+    if (freed_count == kFreeBlock) push_free(freed, std::exchange(freed_count, 0));
   }
   push_free(freed, freed_count);
   evictions_ += evicted;

@@ -50,10 +50,11 @@ void KeyPieces::divide(uint64_t span, ThreadPool& pool) {
   const uint64_t hi = *std::max_element(greatest.begin(), greatest.end());
 
   const double share = std::min(1.0, static_cast<double>(span) / (static_cast<double>(hi - lo) + 1));
-  const auto wide = static_cast<size_t>(share * static_cast<double>(n_));
+  const auto in_span = static_cast<size_t>(share * static_cast<double>(n_));
   const size_t most = std::max(n_ / workers_, std::min(n_ / kLeastWide, 2 * kMostKeys));
-  wide_ = std::min({wide, most, kMostSpanKeys}) > kMostKeys;
-  if (wide_) least_ = std::min({wide, most, kMostSpanKeys});
+  const size_t keys = std::min({in_span, most, kMostSpanKeys});
+  wide_ = keys > kMostKeys;
+  if (wide_) least_ = keys;
 
   int bits = std::min<int>(std::bit_width(n_ / kGroupKeys), 12);  // more groups scatter over too many pages of memory
   while (bits < 16 && (n_ >> bits) > kMostKeys / 2) ++bits;

@@ -13,8 +13,8 @@ namespace {
 
 constexpr size_t kPrefetchAhead = 8;     // rows
 constexpr uint64_t kEnoughPages = 4096;  // of a file that is probed
-constexpr size_t kFlightBytes =
-    8u << 20;  // in flight per lookup: enough for any device, and others wait less behind it
+// In flight per lookup: enough for any device, and others wait less behind it.
+constexpr size_t kFlightBytes = 8u << 20;
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

@@ -225,7 +225,7 @@ TEST(StoreFollow, LastBytesOfRows) {
   for (size_t i = 0; i < kKeys; ++i) CHECK(std::memcmp(&last[i * 4], &rows[found[i] * kRow + kSkip], 4) == 0);
 }
 
-// What a scan keeps, its read buffers and the changes count, and changes only take what the budget has left.
+// The budget counts what a scan keeps, its read buffers and the changes; changes take only what is left of it.
 TEST(StoreFollow, MemoryOfScansCounts) {
   for (const bool fits : {true, false}) {
     auto fs = std::make_shared<MemFs>();

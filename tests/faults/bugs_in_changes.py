@@ -123,8 +123,8 @@ CHANGES = [
     CppMutant(
         "rows that are being evicted are in neither tier",
         "dram/writeback.cc",
-        "    shard.unlink(slot);\n    set_written(slot);\n",
-        "    shard.unlink(slot);\n",
+        "    if (is_dirty(slot)) {\n      set_written(slot);\n",
+        "    if (is_dirty(slot)) {\n",
         "DramErase.",
     ),
     CppMutant(

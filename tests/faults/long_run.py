@@ -1,6 +1,6 @@
 """Run the long tests, the sanitizers and the planted bugs in resumable parts, and keep each result.
 
-    python tests/faults/long_run.py KIND... [--shard I/N] [--minutes 55] [--only TEXT] [--results FILE]
+    python tests/faults/long_run.py KIND... [--shard I/N] [--jobs 1] [--minutes 55] [--only TEXT] [--results FILE]
 
 KIND: cpp and py, the parts of `make test-long`; asan, tsan, those of `make test-sanitize`; asan-python, tsan-python,
 those of `make test-asan` and `make test-tsan`; mutants, mutants-python.
@@ -8,6 +8,7 @@ A unit is a C++ suite (or one test of a Faults suite, or a part of its seeds), a
 a file of Python tests on a sanitized module, or planted bugs. Each appends one JSON line to the results, by default to
 benchmarks/results/long-run.jsonl, which git tracks: date, commit, unit, seconds, result, and the last lines of its
 output. A unit that passed at this commit is not repeated, so that the same command continues after an interruption.
+With --jobs, that many units run at once; times are then those of a busy machine.
 Units that the minutes do not suffice for are "not finished". Exit code: 0 if all units of the shard have passed, 1 if
 one failed, 3 if some are left.
 """
@@ -21,8 +22,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +49,14 @@ ALONE = ("tests/faults/", "tests/soak/", "tests/exact/test_kill")
 """Python tests of which each parameter is a unit."""
 PARAMETERS = 24
 """Parameters of another Python test in one unit; each takes seconds."""
+JOB = "{job}"
 KINDS = ("cpp", "py", "asan", "tsan", "asan-python", "tsan-python", "mutants", "mutants-python")
 SANITIZERS = {"asan-python": "address", "tsan-python": "thread"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A command whose exit code 0 means that it passed."""
+    """A command whose exit code 0 means that it passed. JOB in it stands for the number of the job that runs it."""
 
     name: str
     command: tuple[str, ...]
@@ -143,7 +147,7 @@ def mutant_units(script: str, *options: str) -> list[Unit]:
 
 
 def units_of(kind: str, build: Path, shard: int) -> list[Unit]:
-    """Return the units of a kind, in a fixed order; shards that run at the same time use different folders."""
+    """Return the units of a kind, in a fixed order; shards and jobs that run at the same time use different folders."""
     if kind == "cpp":
         return cpp_units(kind, build / "inplace" / "thermocline_tests", long=True)
     if kind == "asan":
@@ -153,7 +157,7 @@ def units_of(kind: str, build: Path, shard: int) -> list[Unit]:
     if kind in SANITIZERS:
         return sanitized_units(kind, build)
     if kind == "mutants":
-        return mutant_units(kind, "--folder", str(build / f"mutants-{shard}"))
+        return mutant_units(kind, "--folder", str(build / f"mutants-{shard}-{JOB}"))
     return python_units() if kind == "py" else mutant_units("mutants_python")
 
 
@@ -164,12 +168,14 @@ def read_results(path: Path, commit: str) -> dict[str, str]:
     return {entry["unit"]: entry["result"] for entry in entries if entry["commit"] == commit}
 
 
-def run_unit(unit: Unit, seconds: float) -> dict[str, Any]:
+def run_unit(unit: Unit, seconds: float, job: int = 0, jobs: int = 1) -> dict[str, Any]:
     """Run one unit for at most `seconds`; return its result and the end of its output."""
     start = time.monotonic()
-    env = {**os.environ, **dict(unit.env)}
+    build_jobs = max(1, (os.cpu_count() or 1) // jobs)
+    env = {"CMAKE_BUILD_PARALLEL_LEVEL": str(build_jobs), **os.environ, **dict(unit.env)}
+    command = [word.replace(JOB, str(job)) for word in unit.command]
     process = subprocess.Popen(
-        unit.command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
     )  # fmt: skip
     try:
@@ -183,20 +189,30 @@ def run_unit(unit: Unit, seconds: float) -> dict[str, Any]:
     return {"result": result, "seconds": round(time.monotonic() - start, 1), "output": lines}
 
 
-def run(units: Sequence[Unit], results: Path, minutes: float, commit: str) -> int:
+def run(units: Sequence[Unit], results: Path, minutes: float, commit: str, jobs: int = 1) -> int:
     """Run the units that have not passed at this commit; return the exit code."""
     deadline = time.monotonic() + minutes * 60
     done = read_results(results, commit)
     results.parent.mkdir(parents=True, exist_ok=True)
-    for unit in units:
-        left = deadline - time.monotonic()
-        if done.get(unit.name) == "passed" or left <= 0:
-            continue
-        entry = {"date": now(), "commit": commit, "unit": unit.name} | run_unit(unit, left)
-        with results.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-        done[unit.name] = entry["result"]
-        print(f"{entry['date']} {unit.name}: {entry['result']}, {entry['seconds']} s", flush=True)
+    left = iter([unit for unit in units if done.get(unit.name) != "passed"])
+    lock = threading.Lock()
+
+    def run_some(job: int) -> None:
+        while (seconds := deadline - time.monotonic()) > 0:
+            with lock:
+                unit = next(left, None)
+            if unit is None:
+                return
+            entry = {"date": now(), "commit": commit, "unit": unit.name} | run_unit(unit, seconds, job, jobs)
+            with lock:
+                with results.open("a") as file:
+                    file.write(json.dumps(entry) + "\n")
+                done[unit.name] = entry["result"]
+                print(f"{entry['date']} {unit.name}: {entry['result']}, {entry['seconds']} s", flush=True)
+
+    with ThreadPoolExecutor(jobs) as threads:
+        for each in [threads.submit(run_some, job) for job in range(jobs)]:
+            each.result()
     counts = {result: sum(done.get(unit.name) == result for unit in units) for result in ("passed", "failed")}
     unfinished = len(units) - sum(counts.values())
     print(f"{counts['passed']} units passed, {counts['failed']} failed, {unfinished} not finished, commit {commit}")
@@ -207,6 +223,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kinds", nargs="+", choices=KINDS)
     parser.add_argument("--shard", default="1/1", help="I/N: every N-th unit, from the I-th")
+    parser.add_argument("--jobs", type=int, default=1, help="units that run at once")
     parser.add_argument("--minutes", type=float, default=55.0)
     parser.add_argument("--build", type=Path, default=ROOT / "build")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -218,7 +235,7 @@ def main() -> int:
     shard = int(index)
     units = [unit for kind in options.kinds for unit in units_of(kind, options.build, shard)]
     units = [unit for unit in units if options.only in unit.name]
-    return run(units[shard - 1 :: int(count)], options.results, options.minutes, git_commit())
+    return run(units[shard - 1 :: int(count)], options.results, options.minutes, git_commit(), max(1, options.jobs))
 
 
 if __name__ == "__main__":

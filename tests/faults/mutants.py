@@ -381,8 +381,9 @@ class Copy:
         return ""
 
     def build(self) -> None:
-        command = ["cmake", "--build", str(self.build_dir), "-j", str(os.cpu_count() or 1)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        env = {"CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1), **os.environ}
+        command = ["cmake", "--build", str(self.build_dir)]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
         if done.returncode != 0:
             raise SystemExit(f"the build failed:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults.long_run import PARAMETERS, ROOT, Unit, cpp_units, grouped, run, sanitized_units
+from faults.long_run import JOB, PARAMETERS, ROOT, Unit, cpp_units, grouped, run, sanitized_units
 
 
 def unit(name: str, code: str) -> Unit:
@@ -38,6 +38,20 @@ def test_a_unit_beyond_the_time_is_not_finished(tmp_path: Path) -> None:
     (entry,) = map(json.loads, results.read_text().splitlines())
     assert (entry["unit"], entry["result"]) == ("slow", "not finished")
     assert run(units[1:], results, 1, "abc") == 0
+
+
+def test_jobs_run_units_at_once_each_with_its_own_number(tmp_path: Path) -> None:
+    results, folder = tmp_path / "results.jsonl", tmp_path / "jobs"
+    folder.mkdir()
+    both = f"""
+import pathlib, time
+pathlib.Path({str(folder)!r}, "{JOB}").touch()
+while len(list(pathlib.Path({str(folder)!r}).iterdir())) < 2:
+    time.sleep(0.01)
+"""
+    assert run([unit("a", both), unit("b", both)], results, 1, "abc", jobs=2) == 0
+    assert {path.name for path in folder.iterdir()} == {"0", "1"}
+    assert sorted(json.loads(line)["unit"] for line in results.read_text().splitlines()) == ["a", "b"]
 
 
 def test_long_cpp_tests_are_run_in_parts_of_their_seeds(tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ def test_step_can_be_called_for_every_layout(monkeypatch: pytest.MonkeyPatch, op
 
 @pytest.mark.skipif(not INTERPRETED, reason="the launches of the interpreter are recorded")
 def test_launches_of_a_step_are_those_that_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of types and alignments of tensors, and of constants; also when planning is recorded, from the second window, and
-    when all keys were resident for some windows."""
+    """Compare types and alignments of tensors, and constants; also when planning is recorded, from the second window,
+    and when all keys were resident for some windows."""
     from triton.runtime.interpreter import GridExecutor
 
     launched: set[Any] = set()

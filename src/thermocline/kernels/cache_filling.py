@@ -21,7 +21,6 @@ from thermocline.utils.compile_workers import workers
 _thread = threading.local()
 """`wanted`: None, or a list for what Triton would compile on this thread, which it then does not."""
 
-
 _lock = threading.Lock()
 
 

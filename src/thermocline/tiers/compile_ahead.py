@@ -15,7 +15,6 @@ import torch
 import triton
 
 from thermocline.embedding.table_spec import TableSpec
-from thermocline.kernels import INTERPRETED
 from thermocline.kernels.codec import Codec
 from thermocline.kernels.dirty_flags import set_flags
 from thermocline.kernels.evict import NEW
@@ -38,7 +37,7 @@ _IDS = 256
 
 def compile_ahead(tier: HbmTier, codec: Codec, spec: TableSpec) -> threading.Thread | None:
     """Start to compile the kernels of a step; nothing to do without a GPU. Returns the thread that does."""
-    if INTERPRETED or tier.device.type != "cuda" or not is_used():
+    if tier.device.type != "cuda" or not is_used():
         return None
     thread = threading.Thread(target=_compile, args=(tier, codec, spec), name="thermocline-compile", daemon=True)
     thread.start()

@@ -3,9 +3,9 @@
 Windows of equal shape, with the same number of ids in every bag, share a recording. Its inputs lie in one block: a
 header, the keys, then offsets and weights of the bags. All but the header is brought to the device by one copy; ids in
 page-locked memory are copied from where they are; many ids are copied ahead, while earlier windows are planned. Its
-outputs are copied out after each replay, into memory that a
-window owns until its pins are released; then a later window uses the memory again, with all views and launches that
-were made for it. Windows of other shapes are planned by the same functions without a recording.
+outputs are copied out after each replay, into memory that a window owns until its pins are released; then a later
+window uses the memory again, with all views and launches that were made for it. Windows of other shapes are planned by
+the same functions without a recording.
 
 After some windows without a new key, a recording that inserts nothing is tried first (`find_resident`). If it finds
 that a key is not resident, the window is planned again.
@@ -135,7 +135,7 @@ class _Lists:
 
 
 class _Kind(enum.Enum):
-    """What a recording does with the keys of a window."""
+    """Treatment of the keys of a window by a recording."""
 
     FIND = enum.auto()
     """Finds them; counts[NEW] is the number of ids that are not resident."""
@@ -256,8 +256,12 @@ class PlanGraph:
             return lists
         self._spare_lists -= bool(self._free)
         memory = torch.empty(sum(self._words), dtype=torch.int32, device=self._tier.device)
+        return _Lists(memory, self._lists_in(memory))
+
+    def _lists_in(self, memory: torch.Tensor) -> list[PlanLists]:
+        """Return the lists of all batches, as views of `memory`."""
         parts = zip(self.shape.layouts, torch.split(memory, self._words), self.shape.ids, strict=True)
-        return _Lists(memory, [PlanLists(layout, piece, ids) for layout, piece, ids in parts])
+        return [PlanLists(layout, piece, ids) for layout, piece, ids in parts]
 
     def _give_back(self, lists: _Lists) -> None:
         """Use the lists for a later window, after what training has launched so far. Any thread."""
@@ -309,8 +313,7 @@ class PlanGraph:
         assert self._one is not None
         copy_header(self._header, block, self._one)
         memory = torch.empty(sum(self._words), dtype=torch.int32, device=self._tier.device)
-        parts = zip(self.shape.layouts, torch.split(memory, self._words), self.shape.ids, strict=True)
-        lists = [PlanLists(layout, piece, ids) for layout, piece, ids in parts]
+        lists = self._lists_in(memory)
         plan = self._find(block, counts, lists) if kind is _Kind.FIND else self._insert(block, counts, kind)
         inputs = iter(torch.split(block[HEADER + self.shape.keys :], self.shape.input_sizes()))
         first = 0

@@ -19,7 +19,7 @@ from thermocline.core import core
 from thermocline.embedding.key_hash import ALL_KEYS, KeyPart
 from thermocline.errors import IoError, ThermoclineError
 from thermocline.utils.atomic_file import make_folder
-from thermocline.utils.machine import memory_bytes
+from thermocline.utils.machine import local_ranks, memory_bytes
 from thermocline.utils.text_format import format_size, parse_size
 
 _LEAST_MEM_BUDGET = 256_000_000
@@ -398,8 +398,7 @@ def default_mem_budget(path: str | os.PathLike[str], row_bytes: int | None = Non
     An eighth of the machine's memory, or twice the index of the rows that the store has now if that is more; at least
     256 MB, and at most half of the memory. Of these, torchrun's ranks on this machine share equally.
     """
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-    memory = memory_bytes()
+    ranks, memory = local_ranks(), memory_bytes()
     base_bytes = 0
     for file in Path(path).glob("base-*.tc"):
         with contextlib.suppress(FileNotFoundError):  # deleted by a concurrent writer
