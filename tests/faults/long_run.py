@@ -227,6 +227,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=55.0)
     parser.add_argument("--build", type=Path, default=ROOT / "build")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--commit", help="to record on a machine that has a copy of it; default: that of git")
     parser.add_argument("--only", default="", help="text that the names of units contain")
     options = parser.parse_args()
     index, _, count = options.shard.partition("/")
@@ -235,7 +236,8 @@ def main() -> int:
     shard = int(index)
     units = [unit for kind in options.kinds for unit in units_of(kind, options.build, shard)]
     units = [unit for unit in units if options.only in unit.name]
-    return run(units[shard - 1 :: int(count)], options.results, options.minutes, git_commit(), max(1, options.jobs))
+    units, commit = units[shard - 1 :: int(count)], options.commit or git_commit()
+    return run(units, options.results, options.minutes, commit, max(1, options.jobs))
 
 
 if __name__ == "__main__":

@@ -16,13 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def git_commit() -> str:
-    """Return the commit of the checkout, with "+" if files other than results differ from it.
-
-    In a copy without git it is the one of `make commit-file`, "unknown" without that file.
-    """
-    recorded = ROOT / "benchmarks" / "COMMIT"
-    if not (ROOT / ".git").exists():
-        return recorded.read_text().partition(" ")[0] if recorded.exists() else "unknown"
+    """Return the commit of the checkout, with "+" if files other than results differ from it."""
     try:
         commit = subprocess.check_output(["git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD"], text=True).strip()
         status = ["git", "-C", str(ROOT), "status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results"]
