@@ -33,11 +33,21 @@ void count(const Array<T>& scores, const Array<T>& labels, double limit, const C
   unlocked([&] { count_scores(values, classes, n, limit, bins, out); });
 }
 
+template <typename T>
+std::pair<size_t, size_t> labels_of(const Array<T>& labels) {
+  const T* const classes = labels.data();
+  const size_t n = labels.size();
+  const LabelCounts counts = unlocked([&] { return count_labels(classes, n); });
+  return {counts.ones, counts.others};
+}
+
 }  // namespace
 
 void bind_metrics(nb::module_& m) {
   m.def("sum_scores", &sums<float>, "scores"_a, "labels"_a);
   m.def("sum_scores", &sums<double>, "scores"_a, "labels"_a);
+  m.def("count_labels", &labels_of<float>, "labels"_a);
+  m.def("count_labels", &labels_of<double>, "labels"_a);
   m.def("count_scores", &count<float>, "scores"_a, "labels"_a, "limit"_a, "counts"_a.noconvert());
   m.def("count_scores", &count<double>, "scores"_a, "labels"_a, "limit"_a, "counts"_a.noconvert());
 }

@@ -146,6 +146,18 @@ void count_scores(const T* scores, const T* labels, size_t n, double limit, size
   }
 }
 
+template <typename T>
+LabelCounts count_labels(const T* labels, size_t n) {
+  LabelCounts counts;
+  for (size_t i = 0; i < n; ++i) {
+    counts.ones += labels[i] == 1;
+    counts.others += (labels[i] != 0) & (labels[i] != 1);  // NaN too
+  }
+  return counts;
+}
+
+template LabelCounts count_labels(const float*, size_t);
+template LabelCounts count_labels(const double*, size_t);
 template ScoreSums sum_scores(const float*, const float*, size_t);
 template ScoreSums sum_scores(const double*, const double*, size_t);
 template void count_scores(const float*, const float*, size_t, double, size_t, int64_t*);

@@ -22,4 +22,12 @@ ScoreSums sum_scores(const T* scores, const T* labels, size_t n);
 template <typename T>
 void count_scores(const T* scores, const T* labels, size_t n, double limit, size_t bins, int64_t* counts);
 
+struct LabelCounts {
+  size_t ones = 0;
+  size_t others = 0;  // neither 0 nor 1
+};
+
+template <typename T>
+LabelCounts count_labels(const T* labels, size_t n);
+
 }  // namespace thermocline

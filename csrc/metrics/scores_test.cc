@@ -68,5 +68,15 @@ TEST(Scores, CountsFallIntoTheBinsOfTheirScores) {
   CHECK(counts == expected);
 }
 
+TEST(Scores, LabelsOtherThan0And1AreCounted) {
+  const std::vector<double> labels = {0, 1, -0.0, 1, 0.5, -1, 2, std::nan(""), INFINITY, 1};
+  const LabelCounts counts = count_labels(labels.data(), labels.size());
+  CHECK_EQ(counts.ones, 3u);
+  CHECK_EQ(counts.others, 5u);
+  const std::vector<float> floats(labels.begin(), labels.end());
+  CHECK_EQ(count_labels(floats.data(), floats.size()).others, 5u);
+  CHECK_EQ(count_labels(floats.data(), 3).others, 0u);
+}
+
 }  // namespace
 }  // namespace thermocline

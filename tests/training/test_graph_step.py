@@ -323,18 +323,24 @@ def test_a_step_with_a_wrong_label_is_not_applied(
 def test_metrics_on_a_thread_use_the_labels_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread reads logits and labels of a step after the next one has run, which overwrites fixed buffers."""
     monkeypatch.setattr(throughput, "_LARGE_EXAMPLES", 1)
-    settle, update, gate = ThroughputMeter.settle, StreamingMetrics.update, threading.Event()
+    start, wait, update = ThroughputMeter._start, ThroughputMeter._wait, StreamingMetrics.update
+    gate = threading.Event()
 
-    def late_settle(meter: ThroughputMeter) -> None:
+    def late_wait(meter: ThroughputMeter) -> None:
         gate.set()
-        settle(meter)
+        wait(meter)
         gate.clear()
+
+    def late_start(meter: ThroughputMeter, *args: Any) -> None:
+        late_wait(meter)
+        start(meter, *args)
 
     def late_update(metrics: StreamingMetrics, scores: Any, labels: Any, *, check: bool) -> None:
         assert gate.wait(60)
         update(metrics, scores, labels, check=check)
 
-    monkeypatch.setattr(ThroughputMeter, "settle", late_settle)
+    monkeypatch.setattr(ThroughputMeter, "_wait", late_wait)
+    monkeypatch.setattr(ThroughputMeter, "_start", late_start)
     monkeypatch.setattr(StreamingMetrics, "update", late_update)
     same(batches_of(6))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -34,6 +37,32 @@ def test_an_error_of_the_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
     meter.add(torch.full((4,), torch.nan), torch.zeros(4), 0.5)
     with pytest.raises(ValueError, match="a score is NaN"):
         meter.row(())
+
+
+def test_the_thread_may_be_some_batches_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`add` waits only beyond `_MAX_BEHIND` batches, and batches are counted in their order."""
+    monkeypatch.setattr(throughput, "_LARGE_EXAMPLES", 40)
+    update, gate, counted = StreamingMetrics.update, threading.Event(), list[float]()
+
+    def late(metrics: StreamingMetrics, scores: Any, labels: Any, *, check: bool) -> None:
+        assert gate.wait(60)
+        counted.append(float(scores[0]))
+        update(metrics, scores, labels, check=check)
+
+    monkeypatch.setattr(StreamingMetrics, "update", late)
+    meter = ThroughputMeter([])
+    for n in range(throughput._MAX_BEHIND):
+        meter.add(torch.full((50,), float(n)), torch.ones(50), 0.5)
+    assert not counted
+    beyond = threading.Thread(target=meter.add, args=(torch.full((50,), -1.0), torch.zeros(50), 0.5))
+    beyond.start()
+    beyond.join(0.2)
+    assert beyond.is_alive()
+    gate.set()
+    beyond.join(60)
+    meter.add(torch.zeros(3), torch.ones(3), 0.5)  # kept, and counted after the others
+    assert meter.row(())["examples"] == 50 * throughput._MAX_BEHIND + 53
+    assert counted == [*map(float, range(throughput._MAX_BEHIND)), -1.0]
 
 
 @pytest.mark.parametrize("size", [1, 7, 129, 1000, 3000, 5000])

@@ -191,8 +191,8 @@ class _Sums(Metric):
     def _add(self, scores: _Array, labels: _Array) -> None:
         logits = scores if self.logits else _logit(scores)
         self.examples += logits.size
-        self._clicks += int(np.count_nonzero(labels))
         batches, classes = np.atleast_2d(logits, labels.astype(logits.dtype, copy=False))
+        self._clicks += core.count_labels(classes.reshape(-1))[0]
         for batch, label in zip(batches, classes, strict=True):  # joining batches must not change a bit
             loss, predicted = core.sum_scores(batch, label)
             self._loss += loss
@@ -340,7 +340,8 @@ def _checked(scores: Any, labels: Any, check: bool = True) -> tuple[_Array, _Arr
 def check_labels(labels: Any) -> None:
     """Raise `LabelError` unless all labels are 0 or 1."""
     classes = _floats(labels, "labels")
-    if np.count_nonzero(classes) != np.count_nonzero(classes == 1):
+    _, others = core.count_labels(classes)
+    if others:
         wrong = classes[(classes != 0) & (classes != 1)][0]
         raise LabelError(f"a label is {wrong}: labels must be 0 or 1. To convert ratings, set data.label_threshold")
 

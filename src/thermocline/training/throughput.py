@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -21,6 +22,8 @@ from thermocline.training.metrics import NAN_SCORE, ExactMetrics, StreamingMetri
 
 _LARGE_EXAMPLES = 8192
 """Examples of a batch from which its metrics are computed alone."""
+_MAX_BEHIND = 4
+"""Large batches, or groups of small ones, that the thread may have to count."""
 _JOINED_EXAMPLES = 16384
 """Examples of smaller batches that are counted together: the calls would cost more than the arithmetic."""
 
@@ -43,6 +46,13 @@ def lookahead_figures(stats: LookAheadStats, before: LookAheadStats | None, seco
     }
 
 
+def _copy(values: torch.Tensor) -> npt.NDArray[Any]:
+    """Copy values by NumPy: a copy by torch starts all of its threads, which take processors from the pipeline."""
+    if values.dtype.itemsize < 4:  # NumPy has no bfloat16
+        values = values.float()
+    return values.numpy().copy()
+
+
 class ThroughputMeter:
     """Accumulates figures per step and returns them per log.
 
@@ -60,7 +70,8 @@ class ThroughputMeter:
         self._admitting = {table.name: table for table in tables if table.admission is not None}
         self._window = window
         self._thread: ThreadPoolExecutor | None = None
-        self._update: Future[None] | None = None
+        self._updates: deque[Future[None]] = deque()
+        """What the thread has not counted yet, oldest first."""
         self._joined, self._spare = np.empty((2, 2, 0, 0), np.float32)
         """Logits and labels of batches that are not counted yet, and memory for those after them."""
         self._joined_size = self._joined_count = 0
@@ -109,8 +120,8 @@ class ThroughputMeter:
         if len(label) < _LARGE_EXAMPLES:
             self._join(logits, label)
         else:
-            self.settle()
-            self._start(self._count, logits.clone(), label.clone())
+            self._count_kept()
+            self._start(self._count, _copy(logits), _copy(label))
         self._loss += loss
         self._examples += len(label)
         self._steps += 1
@@ -138,7 +149,7 @@ class ThroughputMeter:
             self._start(self._count_joined, self._joined)
             self._joined, self._spare = self._spare, self._joined  # counted until the next `_wait`
 
-    def _count(self, logits: torch.Tensor, label: torch.Tensor) -> None:
+    def _count(self, logits: Any, label: Any) -> None:
         self._metrics.update(logits, label, check=False)
         if self._window is not None:
             self._window.update(logits, label, check=False)
@@ -149,21 +160,27 @@ class ThroughputMeter:
             self._window.update_joined(*batches)
 
     def _start(self, count: Callable[..., None], *args: Any) -> None:
-        """Count on another thread."""
+        """Count on another thread, which may be some batches behind."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "thermocline-metrics")
-        self._update = self._thread.submit(count, *args)
+        while len(self._updates) >= _MAX_BEHIND or (self._updates and self._updates[0].done()):
+            self._updates.popleft().result()
+        self._updates.append(self._thread.submit(count, *args))
 
     def _wait(self) -> None:
-        update, self._update = self._update, None
-        if update is not None:
-            update.result()
+        while self._updates:
+            self._updates.popleft().result()
 
     def settle(self) -> None:
         """Wait until all steps are counted."""
         self._wait()
+        self._count_kept()
+
+    def _count_kept(self) -> None:
+        """Count small batches that are kept, after those before them."""
         count, self._joined_count = self._joined_count, 0
         if count:
+            self._wait()
             self._count_joined(self._joined[:, :count])
 
     @contextlib.contextmanager

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from thermocline.batch import Batch
@@ -294,7 +295,8 @@ class Trainer:
         done = self.graph_step.train(batch, self.progress)
         if done is not None:
             self._meter.add(*done)
-            self._losses.append(torch.tensor(done.loss))
+            # torch.tensor would let other threads have the interpreter lock, in every step.
+            self._losses.append(torch.from_numpy(np.array(done.loss, np.float32)))
         elif batch.examples == 0 and self.ranks.world > 1:
             self._losses.append(torch.zeros(()))
         else:
@@ -326,7 +328,7 @@ class Trainer:
     def _count_step(self) -> torch.Tensor:
         self.progress.step += 1
         self.ranks.after_step(self.progress.step)
-        losses = [loss.cpu() for loss in self._losses]
+        losses = [loss.cpu() if loss.is_cuda else loss for loss in self._losses]
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         self._losses = []
         return loss
