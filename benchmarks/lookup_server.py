@@ -3,7 +3,8 @@
     python benchmarks/lookup_server.py                                        two cores: one for the server
     python benchmarks/lookup_server.py --server-cores 2 --clients 6 --json FILE     the target's setting: 16 cores
 
-The server runs in its own process, bound to the first `--server-cores` cores; clients are processes on the others.
+The server runs in its own process, bound to `--server-cores` cores: one hardware thread each, so that no two of its
+threads share a core, while redis-server, which has one thread, has a core alone. Clients are processes on the others.
 Requests have 1,000 random keys of rows of 64 bytes (dim 16, fp32), all found. `maximum`: every client sends its next
 request when it has the answer. `open loop`: requests are due at fixed intervals, half of the maximum in total; the
 latency counts from the time at which a request was due. Processor seconds are those of the server's process (user and
@@ -68,10 +69,12 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     keys = Data(rows, 4 * DIM).keys(np.arange(rows))
     keys = keys[np.argsort(hash_keys(keys))]
     np.save(folder / "keys.npy", keys)
-    cores = sorted(os.sched_getaffinity(0))
-    server_cores, client_cores = cores[: options.server_cores], cores[options.server_cores :] or cores
+    cores = physical_cores(sorted(os.sched_getaffinity(0)))
+    server_cores = [core[0] for core in cores[: options.server_cores]]
+    client_cores = [number for core in cores[options.server_cores :] for number in core] or server_cores
     record: dict[str, Any] = {
-        "rows": rows, "server_cores": len(server_cores), "clients": options.clients, "seconds": options.seconds,
+        "rows": rows, "server_cores": len(server_cores), "threads_per_core": max(map(len, cores)),
+        "clients": options.clients, "seconds": options.seconds,
     }  # fmt: skip
     with serving.Publication(folder / "served") as publication:
         publication.publish_base([table(keys, 0)], step=0)
@@ -84,6 +87,15 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     with redis_server(folder, server_cores, keys) as (process, location):
         record["redis"] = side("redis", location, process.pid, folder, client_cores, options)
     return record
+
+
+def physical_cores(numbers: list[int]) -> list[list[int]]:
+    """Group processors by the core that they share, as the system states; each is a core of its own if it does not."""
+    cores: dict[str, list[int]] = {}
+    for number in numbers:
+        file = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
+        cores.setdefault(file.read_text().strip() if file.exists() else str(number), []).append(number)
+    return list(cores.values())
 
 
 def table(keys: Any, version: int) -> serving.TableRows:
