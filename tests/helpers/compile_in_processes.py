@@ -66,7 +66,7 @@ def main(command: list[str]) -> None:
 
     launch.Kernel.launch = launch_some  # type: ignore[method-assign]
     with launch.compiling_only(1):  # Python 3.11 cannot parse kernels on two threads
-        call_step(backend.hbm, backend._codec, table.spec)
+        call_step(backend.hbm, backend.updates.codec, table.spec)
     assert not workers._processes
     print(json.dumps({"started": started, "compiled": workers.compiled, "hits": hits}))
 

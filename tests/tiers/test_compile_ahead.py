@@ -46,7 +46,7 @@ def test_step_can_be_called_for_every_layout(monkeypatch: pytest.MonkeyPatch, op
             return original(*args, **options) if name in ("find_or_insert", "pool_rows", "index_gradients") else None
 
         monkeypatch.setattr(compile_ahead, name, call)
-    compile_ahead.call_step(backend.hbm, backend._codec, table.spec)
+    compile_ahead.call_step(backend.hbm, backend.updates.codec, table.spec)
     assert calls == {
         "update_rows": 2, "find_or_insert": 2, "set_flags": 1, "copy_in": 1, "pool_rows": 2, "index_gradients": 1,
         "copy_header": 1, "find_resident": 1,
@@ -76,7 +76,7 @@ def test_launches_of_a_step_are_those_that_are_compiled_ahead(monkeypatch: pytes
     assert isinstance(backend, HbmBackend)
     backend.plan_graphs.enabled = backend.plans_on_device = True
     monkeypatch.setattr(GridExecutor, "__call__", record)
-    compile_ahead.call_step(backend.hbm, backend._codec, table.spec)
+    compile_ahead.call_step(backend.hbm, backend.updates.codec, table.spec)
     ahead = frozenset(launched)
     launched.clear()
     monkeypatch.setattr(GridExecutor, "__call__", record_and_run)
@@ -121,7 +121,7 @@ def test_first_step_compiles_only_what_is_not_known_ahead(monkeypatch: pytest.Mo
     table = table_of(tc.Adam(lr=0.123), tc.Precision())
     backend = table.backend
     assert isinstance(backend, HbmBackend)
-    thread = compile_ahead.compile_ahead(backend.hbm, backend._codec, table.spec)
+    thread = compile_ahead.compile_ahead(backend.hbm, backend.updates.codec, table.spec)
     assert thread is not None
     thread.join()
     late: list[str] = []

@@ -25,7 +25,7 @@ from helpers.train import (
 import thermocline as tc
 from thermocline.arrays import as_keys
 from thermocline.kernels import INTERPRETED
-from thermocline.tiers import hbm_backend
+from thermocline.tiers import hbm_backend, hbm_update
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.hbm import HbmTier, bytes_for, row_capacity
 from thermocline.tiers.hbm_transfer import RowTransfer
@@ -322,7 +322,7 @@ def test_stochastic_rounding_uses_the_key_before_eviction(monkeypatch: pytest.Mo
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, **k: (wait(), real(*a, **k))[1])
 
-    defer(hbm_backend, "update_rows")
+    defer(hbm_update, "update_rows")
     run_after_wait(hbm_backend, "pool_rows")  # on the same stream
     run_after_wait(HbmTier, "wait_for_training")
     run_after_wait(RowTransfer, "_on")  # before evicted rows are copied out

@@ -21,27 +21,22 @@ from thermocline.batch import WorkingSet
 from thermocline.embedding.backend import Select, ShardPins, TierSet
 from thermocline.embedding.batch_plan import BagInput, BagInputs, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.key_hash import KeyPart
-from thermocline.embedding.quant_scale import UNIT, LearnedScale
-from thermocline.embedding.row_statistics import StatisticsState, click_units
+from thermocline.embedding.quant_scale import LearnedScale
+from thermocline.embedding.row_statistics import StatisticsState
 from thermocline.embedding.step_rates import StepRates
 from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
-from thermocline.errors import BudgetError, NotRecordable, ThermoclineError
-from thermocline.kernels.catch_up import catch_up_rows
+from thermocline.errors import BudgetError, ThermoclineError
 from thermocline.kernels.codec import Codec
-from thermocline.kernels.gradient_index import index_gradients
 from thermocline.kernels.launch import stream_ahead
-from thermocline.kernels.optimizer_rules import BIAS_CORRECTED, OptimizerStep, StoredStep
 from thermocline.kernels.pool import Pooling, pool_rows
-from thermocline.kernels.random import table_mix
-from thermocline.kernels.segments import Segments, find_segments
-from thermocline.kernels.statistics import StatisticsStep, StoredStatistics, count_occurrences, update_statistics
-from thermocline.kernels.update import RowUpdate, apply_gradients, sum_gradients, update_rows
+from thermocline.kernels.statistics import StoredStatistics
 from thermocline.kernels.weight_gradient import weight_gradient
 from thermocline.tiers.compile_ahead import compile_ahead
 from thermocline.tiers.dram_horizon import DramBatchAhead, DramHorizon
 from thermocline.tiers.hbm import HbmPins, HbmTier
 from thermocline.tiers.hbm_plan import HbmBag, HbmBatchPlan, HbmWindow, PlanLists, write_plan
-from thermocline.tiers.hbm_recorded import HbmRecordedRows, fixed_click_units
+from thermocline.tiers.hbm_recorded import HbmRecordedRows
+from thermocline.tiers.hbm_update import HbmUpdate, to_device
 from thermocline.tiers.host_rows import HostRows
 from thermocline.tiers.plan_graph import PlanGraphs, WindowShapes
 from thermocline.tiers.ssd import SsdStore
@@ -61,36 +56,32 @@ class HbmBackend:
         self.spec = spec
         self.host = HostRows(spec, threads=threads, epoch=epoch)
         self.hbm = HbmTier(self.host.dram, budget=spec.hbm, device=device, name=spec.name)
+        self.updates = HbmUpdate(spec, self.host, self.hbm)
         self.step_count = 0
-        self.statistics = StatisticsState()
-        self.rates = StepRates.of(spec.optimizer)
         self.device = device
-        mix = table_mix(self.host.dram.seed, self.host.dram.table)
-        tail = int(spec.optimizer.catches_up) + spec.statistics.words
-        self._codec = Codec.of(spec.precision, spec.dim, self.hbm.residents.keys, mix, tail)
-        self._scale: LearnedScale | None = None
-        """The learned scale as float64 tensors on the device, so that no step waits for the host."""
-        self._load_scale()
-        self._stored_weights = self._codec.weights(self.hbm.arena)
-        self._stored_state = self._codec.state(self.hbm.arena)
         self._stream = stream_ahead(device)
         self._shapes = WindowShapes()
         self.plan_graphs = PlanGraphs(self.hbm)
         """Recorded planning of windows of equal shape."""
         self.plans_on_device = False
         self.record_planning(True)
-        self.recorded_step: StoredStep | None = None
-        """While a training step is recorded: the constants of all its replays."""
-        self.recorded_statistics: StoredStatistics | None = None
-        """While a training step is recorded: the constants of the statistics of rows."""
-        self._step_rule: OptimizerStep | None = None
-        """The constants of the last step."""
-        self._updates_rows_only = self.rates is None and not spec.statistics and self._codec.gradient is None
-        compile_ahead(self.hbm, self._codec, spec)
+        compile_ahead(self.hbm, self.updates.codec, spec)
 
     @property
     def tiers(self) -> TierSet:
         return TierSet(hbm=self.hbm, dram=self.host.dram, ssd=self.host.store)
+
+    @property
+    def statistics(self) -> StatisticsState:
+        return self.updates.statistics
+
+    @statistics.setter
+    def statistics(self, state: StatisticsState) -> None:
+        self.updates.statistics = state
+
+    @property
+    def rates(self) -> StepRates | None:
+        return self.updates.rates
 
     # ---- ahead of training
 
@@ -179,17 +170,10 @@ class HbmBackend:
             counts = torch.empty(3, dtype=torch.int32, pin_memory=True).copy_(segments.counts, non_blocking=True)
         return HbmBatchPlan(pins.dram, list(inputs), lists=lists, pins=pins, counts=counts)
 
-    def _gradient_index(self, bag: HbmBag, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return index_gradients(len(bag.slots), order, bag.offsets, bag.weights, bag.mean, self.device)
-
     def _upload(self, source: BagInput, slots: torch.Tensor) -> HbmBag:
-        offsets = None if source.offsets is None else self._to_device(source.offsets)
-        weights = None if source.weights is None else self._to_device(source.weights)
+        offsets = None if source.offsets is None else to_device(source.offsets, self.device)
+        weights = None if source.weights is None else to_device(source.weights, self.device)
         return HbmBag(slots.clone(), offsets, weights, source.mean)
-
-    def _to_device(self, array: Any) -> torch.Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(array))
-        return host.pin_memory().to(self.device, non_blocking=True) if self._stream is not None else host
 
     def _page_locked(self, array: Any) -> torch.Tensor | None:
         if array is None:
@@ -222,49 +206,28 @@ class HbmBackend:
         if not plan.counted:
             self.count_rows(plan)
         if self.rates is not None and plan.rows is None and plan.as_of != self.step_count:
-            self._catch_up(self.hbm.arena, plan.segments.slots[: plan.segments.sizes[0]], counts=plan.segments.counts)
+            self.updates.catch_up(
+                self.hbm.arena, plan.segments.slots[: plan.segments.sizes[0]], counts=plan.segments.counts
+            )
             plan.as_of = self.step_count
         if plan.rows is None:
             pooling = bag.pooling
             if pooling is None:
                 pooling = bag.pooling = Pooling(
-                    self._stored_weights, bag.slots, bag.offsets, bag.weights, mean=bag.mean, codec=self._codec
+                    self.updates.weights, bag.slots, bag.offsets, bag.weights, mean=bag.mean, codec=self.updates.codec
                 )
             pooled = pooling()
         else:
             weights, codec = self._weights(plan)
             pooled = pool_rows(weights, bag.slots, bag.offsets, bag.weights, mean=bag.mean, codec=codec)
-        self._record_use()
+        self.updates.record_use()
         return pooled
 
     def catch_up(self, slots: torch.Tensor) -> None:
         if self.rates is not None:
             if slots.is_cuda:  # allocated on the planning stream
                 slots.record_stream(torch.cuda.current_stream(slots.device))
-            self._catch_up(self.hbm.arena, slots)
-
-    def _catch_up(
-        self,
-        rows: torch.Tensor,
-        slots: torch.Tensor | None = None,
-        *,
-        counts: torch.Tensor | None = None,
-        step: int | None = None,
-    ) -> None:
-        """Replay missed steps on the current stream: of slots of the arena, or of all `rows`.
-
-        step   the step that is applied next, which the rates do not have yet; default: none
-        """
-        if self.rates is not None:
-            shared = OptimizerStep.of(self.spec.optimizer, 1)
-            catch_up_rows(
-                rows, self.spec.dim, shared, self._to_device(self.rates.ring), self.rates.step,
-                slots=slots, counts=counts, dirty=None if slots is None else self.hbm.dirty, stamp=step,
-            )  # fmt: skip
-
-    def _record_use(self) -> None:
-        if self.recorded_step is None:
-            self.hbm.record_use()
+            self.updates.catch_up(self.hbm.arena, slots)
 
     def count_rows(self, plan: HbmBatchPlan) -> None:
         """Add the rows of a trained batch to the statistics, once."""
@@ -275,8 +238,12 @@ class HbmBackend:
     def _weights(self, plan: HbmBatchPlan) -> tuple[torch.Tensor, Codec | None]:
         """Return the weights that the plan's slots index, and their codec; None: fp32."""
         if plan.rows is None:
-            return self._stored_weights, self._codec
-        return (self._codec.weights(plan.rows), self._codec) if plan.stored else (plan.rows[:, : self.spec.dim], None)
+            return self.updates.weights, self.updates.codec
+        return (
+            (self.updates.codec.weights(plan.rows), self.updates.codec)
+            if plan.stored
+            else (plan.rows[:, : self.spec.dim], None)
+        )
 
     def with_weights(self, plan: HbmBatchPlan, bag: HbmBag, weights: torch.Tensor) -> HbmBag:
         plan.use()
@@ -285,103 +252,26 @@ class HbmBackend:
     def weight_gradient(self, plan: HbmBatchPlan, bag: HbmBag, grads: torch.Tensor) -> torch.Tensor:
         plan.use()
         weights, codec = self._weights(plan)
-        bags = None if bag.offsets is None else self._gradient_index(bag, None)[0]
+        bags = None if bag.offsets is None else self.updates.gradient_index(bag)[0]
         gradient = weight_gradient(weights, bag.slots, bag.offsets, bags, grads, mean=bag.mean, codec=codec)
-        self._record_use()
+        self.updates.record_use()
         return gradient
 
     def reduce(self, gradients: Sequence[Gradient]) -> ReducedGradients | None:
-        """See `RowBackend.reduce`. Blocks on the device."""
-        if not gradients:
-            return None
-        segments, rows, coefs, values = self._combine(gradients)
-        segments = segments.known(*segments.counts.tolist())
-        sums = sum_gradients(segments, values, rows, coefs)
-        occurrences = self._occurrences(gradients, segments, rows) if self.spec.statistics else None
-        self._record_use()  # of the plans
-        return ReducedGradients(segments.slots[: segments.sizes[0]], sums, occurrences=occurrences)
-
-    def _occurrences(
-        self, gradients: Sequence[Gradient], segments: Segments, rows: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return `ReducedGradients.occurrences` on the device; undefined past segments.counts[0]."""
-        units = None
-        if "click" in self.spec.statistics:
-            if self.recording:
-                units = torch.cat([fixed_click_units(gradient) for gradient in gradients])
-            else:
-                units = self._to_device(click_units(self.spec.name, gradients))
-        return count_occurrences(segments, rows, units)
+        return self.updates.reduce(gradients)
 
     @property
     def recording(self) -> bool:
-        return self.recorded_step is not None
-
-    def _update_statistics(
-        self, slots: torch.Tensor, occurrences: torch.Tensor, limit: torch.Tensor | None, step: int
-    ) -> None:
-        rule = self.recorded_statistics or self.statistics_step(step)
-        update_statistics(self.hbm.arena, slots, occurrences, limit, rule)
-
-    def statistics_step(self, step: int) -> StatisticsStep:
-        """Return the constants of the statistics of step `step`."""
-        kept, state = self.spec.statistics, self.statistics
-        return StatisticsStep(kept.names, kept.words, step, state.step_time, state.runs)
+        return self.updates.recorded_step is not None
 
     def norm(self, reduced: ReducedGradients) -> float:
         return float(reduced.values.double().square().sum().sqrt())
 
     def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
-        rule = OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
-        weights, state = self._stored_weights, self._stored_state
-        self._catch_up(self.hbm.arena, reduced.slots, step=step)
-        apply_gradients(weights, state, reduced.slots, reduced.values, rule, self._codec, self.hbm.dirty)
-        if self.spec.statistics:
-            self._update_statistics(reduced.slots, reduced.occurrences, None, step)
-        self._update_scale(step)
-        self._record_use()
+        self.updates.apply(reduced, step, lr, scale)
 
     def update(self, gradients: Sequence[Gradient], step: int, lr: float, scale: float) -> None:
-        if not gradients:
-            return
-        if self._updates_rows_only and self.recorded_step is None and self._update_whole(gradients, step, lr, scale):
-            return
-        segments, rows, coefs, values = self._combine(gradients)
-        rule: OptimizerStep | StoredStep | None = self.recorded_step
-        if rule is None:
-            rule = OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
-        weights, state = self._stored_weights, self._stored_state
-        self._catch_up(self.hbm.arena, segments.slots[: segments.sizes[0]], counts=segments.counts, step=step)
-        update_rows(weights, state, segments, values, rows, coefs, rule, self._codec, self.hbm.dirty)
-        if self.spec.statistics:
-            occurrences = self._occurrences(gradients, segments, rows)
-            self._update_statistics(segments.slots, occurrences, segments.counts, step)
-        self._update_scale(step)
-        self._record_use()
-
-    def _update_whole(self, gradients: Sequence[Gradient], step: int, lr: float, scale: float) -> bool:
-        """Update by launches that are prepared once per plan memory, if the gradients are those of one batch."""
-        plan = gradients[0].plan
-        if plan.lists is None or plan.rows is not None or not _is_whole(plan, gradients):
-            return False
-        plan.use()
-        rule, lists = self.step_rule(step, lr, scale), plan.lists
-        if lists.update is None:
-            rows, coefs = lists.gradient_index()
-            lists.update = RowUpdate(
-                self._stored_weights, self._stored_state, lists.segments(), rows, coefs, rule, self._codec,
-                self.hbm.dirty,
-            )  # fmt: skip
-        lists.update(_joined(gradients), rule.constants, step, plan.known_counts())
-        self._record_use()
-        return True
-
-    def step_rule(self, step: int, lr: float, scale: float) -> OptimizerStep:
-        """Return the constants of a step. `number` may be that of an earlier step with the same constants."""
-        optimizer, last = self.spec.optimizer, self._step_rule
-        if last is None or optimizer.code in BIAS_CORRECTED or (last.lr, last.scale) != (lr, scale):
-            last = self._step_rule = OptimizerStep.of(optimizer, step, lr=lr, scale=scale)
-        return last
+        self.updates.update(gradients, step, lr, scale)
 
     def end_step(self) -> None:
         """Nothing: gradients own the only pins that outlive a batch."""
@@ -391,7 +281,7 @@ class HbmBackend:
         self.plans_on_device = self.plan_graphs.enabled and self.spec.ssd is None
 
     def cannot_record(self) -> str:
-        if self._codec.gradient is not None:
+        if self.updates.codec.gradient is not None:
             return f"table {self.spec.name!r} learns its quantization scale (scale_lr)"
         if self.rates is not None:
             return f'rows of table {self.spec.name!r} replay missed steps (lazy = "catch_up")'
@@ -405,37 +295,6 @@ class HbmBackend:
             return None
         return HbmRecordedRows.shape(plan)
 
-    def _combine(
-        self, gradients: Sequence[Gradient]
-    ) -> tuple[Segments, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-        """Return the segments of all ids and, per occurrence in segment order, the row of the concatenated gradients
-        and its coefficient."""
-        for gradient in gradients:
-            gradient.plan.use()
-        first = gradients[0].plan
-        if _is_whole(first, gradients):
-            return first.segments, *first.gradient_index, _joined(gradients)
-        if self.recorded_step is not None:
-            raise NotRecordable(
-                f"the model does not read each bag of table {self.spec.name!r} once, in the order of its fields"
-            )
-        indices = [self._gradient_index(g.bag, None) for g in gradients]
-        values = _joined(gradients)
-        starts = np.cumsum([0, *(len(g.values) for g in gradients[:-1])]).tolist()
-        rows = torch.cat([index[0] + start for index, start in zip(indices, starts, strict=True)])
-        coefs = None
-        if any(index[1] is not None for index in indices):
-            coefs = torch.cat(
-                [torch.ones(len(index[0]), device=values.device) if index[1] is None else index[1] for index in indices]
-            )
-        same = [id(g.bag.slots) for g in gradients] == [id(bag.slots) for bag in first.bags.values()]
-        if all(g.plan is first for g in gradients) and same:
-            segments = first.segments
-        else:
-            segments = find_segments(torch.cat([g.bag.slots for g in gradients]))
-        order = segments.order.long()
-        return segments, rows[order], None if coefs is None else coefs[order], values
-
     # ---- evaluation
 
     def read_batch(self, inputs: BagInputs) -> HbmBatchPlan:
@@ -443,7 +302,7 @@ class HbmBackend:
         working_set = working_set_of(inputs, self.spec.threads)
         rows, ready = self.hbm.read_to_device(working_set.keys)
         with self._ahead(ready):
-            self._catch_up(rows)
+            self.updates.catch_up(rows)
         plan = self._evaluation_plan(inputs, working_set, rows, ready)
         plan.stored = True
         return plan
@@ -452,7 +311,7 @@ class HbmBackend:
         working_set = working_set_of(inputs, self.spec.threads)
         weights = self.host.dram.initial_rows(working_set.keys)[:, : self.spec.dim]
         with self._ahead(None):
-            rows = self._to_device(weights)
+            rows = to_device(weights, self.device)
         return self._evaluation_plan(inputs, working_set, rows, None)
 
     def _evaluation_plan(
@@ -460,7 +319,7 @@ class HbmBackend:
     ) -> HbmBatchPlan:
         bags = {}
         with self._ahead(ready):
-            inverse = self._to_device(working_set.inverse.view(np.int32))
+            inverse = to_device(working_set.inverse.view(np.int32), self.device)
             for spec, source in inputs.items():
                 bags[spec] = self._upload(source, inverse[source.id_range])
             if self._stream is not None:
@@ -469,7 +328,7 @@ class HbmBackend:
         return HbmBatchPlan(self.host.dram, list(bags), bags=bags, ready=ready, rows=rows)
 
     def read(self, keys: Keys) -> Floats:
-        self._save_scale()
+        self.updates.save_scale()
         return self._caught_up(self.hbm.read(as_keys(keys)))
 
     def _caught_up(self, rows: Floats) -> Floats:
@@ -490,7 +349,7 @@ class HbmBackend:
     def expire(self, select: Select, store: SsdStore | None, part: KeyPart, *, weights: bool) -> Keys:
         with self.hbm.exclusive():  # no window is planned meanwhile
             self.hbm.write_back(part)
-            self._save_scale()
+            self.updates.save_scale()
             keys = self.host.expire(select, store, part, self._caught_up, weights=weights)
             self.hbm.erase(keys)
         return keys
@@ -501,7 +360,7 @@ class HbmBackend:
 
     def write_back(self) -> None:
         self.hbm.write_back()
-        self._save_scale()
+        self.updates.save_scale()
 
     def reopen(self, epoch: int | None = None) -> None:
         with self.hbm.exclusive():  # no window is planned meanwhile
@@ -544,34 +403,12 @@ class HbmBackend:
     def _reset(self) -> None:
         """Drop all rows of the HBM tier and continue above the current DRAM tier."""
         self.hbm.reset(self.host.dram)
-        self._load_scale()
-
-    # ---- the learned scale: updated on the device, saved to the DRAM tier on demand
+        self.updates.load_scale()
 
     @property
     def learned_scale(self) -> LearnedScale | None:
-        self._save_scale()
+        self.updates.save_scale()
         return self.host.dram.learned
-
-    def _update_scale(self, step: int) -> None:
-        if self._scale is not None and self._codec.gradient is not None:
-            gradient = self._codec.gradient.double() * UNIT
-            self._scale = self._scale.after(gradient, step, self.spec.precision.scale_lr)
-            self._codec.scale.copy_(self._scale.scale)
-            self._codec.gradient.zero_()
-
-    def _load_scale(self) -> None:
-        learned = self.host.dram.learned
-        if learned is not None:
-            values = (torch.tensor([value], dtype=torch.float64) for value in dataclasses.astuple(learned))
-            self._scale = LearnedScale(*(value.to(self.device) for value in values))
-            self._codec.scale.copy_(self._scale.scale)
-
-    def _save_scale(self) -> None:
-        """Copy the scale to the DRAM tier. Blocks on the device."""
-        if self._scale is not None:
-            values = torch.cat([self._scale.scale, self._scale.mean, self._scale.size])
-            self.host.dram.set_scale(LearnedScale(*values.tolist()))
 
     # ---- inspection
 
@@ -606,7 +443,7 @@ class HbmBackend:
     ) -> list[HbmBatchPlan]:
         inverse = np.concatenate([working_set.inverse for working_set in working_sets])
         with self._ahead(None):
-            index = self._to_device(inverse.view(np.int32))
+            index = to_device(inverse.view(np.int32), self.device)
         return self._plan(inputs, index, owned.pins)
 
     def row_buffer(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -619,8 +456,8 @@ class HbmBackend:
     def read_weights(self, slots: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
         if slots.is_cuda:  # allocated on the planning stream
             slots.record_stream(torch.cuda.current_stream(slots.device))
-        weights = self._stored_weights
-        out.copy_(pool_rows(weights, slots[index.to(slots.device)], codec=self._codec))
+        weights = self.updates.weights
+        out.copy_(pool_rows(weights, slots[index.to(slots.device)], codec=self.updates.codec))
         self.hbm.record_use()
 
     def renumber(self, bag: HbmBag, index: Any) -> HbmBag:
@@ -631,16 +468,6 @@ class HbmBackend:
 def _threads_beside_gpu(count: int) -> int:
     """Leave two of eight or more cores to the threads that plan and launch kernels: the GPU waits for those."""
     return count - 2 if count >= 8 else count
-
-
-def _is_whole(plan: HbmBatchPlan, gradients: Sequence[Gradient]) -> bool:
-    """Return whether the gradients are those of all bags of the plan, in order."""
-    bags = plan.bags.values()
-    return len(gradients) == len(bags) and all(g.bag is bag for g, bag in zip(gradients, bags, strict=True))
-
-
-def _joined(gradients: Sequence[Gradient]) -> torch.Tensor:
-    return gradients[0].values if len(gradients) == 1 else torch.cat([g.values for g in gradients])
 
 
 def _without_trivial_offsets(inputs: BagInputs) -> BagInputs:

@@ -83,24 +83,25 @@ class HbmRecordedRows:
 
     def set_constants(self, step: int, lr: float, scale: float) -> None:
         """Set the constants of the next step. The upload before must have ended."""
-        rule = self._backend.step_rule(step, lr, scale)
+        rule = self._backend.updates.step_rule(step, lr, scale)
         content = rule, step if self._stochastic else 0
         if content != self._content:  # most optimizers have the same constants in each step
             self._constants.numpy()[:] = dataclasses.replace(rule, number=step).words()
             self._step.memory.copy_(self._constants, non_blocking=True)
             self._content = content
         if self._statistics is not None:
-            self._statistics_words.numpy()[:] = self._backend.statistics_step(step).content()
+            self._statistics_words.numpy()[:] = self._backend.updates.statistics_step(step).content()
             self._statistics.memory.copy_(self._statistics_words, non_blocking=True)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """While the step is recorded, or run in its place: updates read `set_constants`, and no event is recorded."""
-        self._backend.recorded_step, self._backend.recorded_statistics = self._step, self._statistics
+        updates = self._backend.updates
+        updates.recorded_step, updates.recorded_statistics = self._step, self._statistics
         try:
             yield
         finally:
-            self._backend.recorded_step = self._backend.recorded_statistics = None
+            updates.recorded_step = updates.recorded_statistics = None
 
     def launched(self, plan: HbmBatchPlan) -> None:
         """Note that a replay with this plan was launched on the current stream."""
