@@ -65,29 +65,34 @@ class SsdStore::Impl {
   // The rows of a range that were put or deleted since a scan of it began: the newest one of each key, null for a
   // deletion. Protected by index_mutex_.
   struct Followed {
-    Followed(ssd::Context& ctx, KeyRange range, uint64_t kept) : range(range), ctx_(ctx) { set_memory(kept, 0); }
-    ~Followed() { set_memory(0, 0); }
+    Followed(ssd::Context& ctx, KeyRange range) : range(range), ctx_(ctx) {}
+    ~Followed() { release(memory_); }
     Followed(const Followed&) = delete;
 
-    // Bytes of the scan, with what its caller keeps, and of `rows`; counted in the context.
-    void set_memory(uint64_t scan, uint64_t changes) {
-      ctx_.scan_memory += scan + changes - memory_;
-      memory_ = scan + changes;
-      scan_memory = scan;
+    // Bytes of the scan, with what its caller keeps, and of `rows`: counted in the context.
+    void reserve(uint64_t bytes) {
+      ctx_.scan_memory += bytes;
+      memory_ += bytes;
+    }
+    void release(uint64_t bytes) {
+      ctx_.scan_memory -= bytes;
+      memory_ -= bytes;
     }
 
     const KeyRange range;
     std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>> rows;
-    bool lost = false;         // they took too much memory, and are no longer kept
-    uint64_t scan_memory = 0;  // see set_memory()
-    uint64_t most = 0;         // bytes of `rows`
+    std::atomic<bool> lost{false};  // they took too much memory, and are no longer kept
+    uint64_t buffers = 0;           // bytes that are reserved until the last row was read
 
    private:
     ssd::Context& ctx_;
     uint64_t memory_ = 0;
   };
   RangeView view(KeyRange range);
-  RangeView view(const std::shared_ptr<Followed>& followed);  // of its range; `buffered` is in followed->rows
+  // Of the range of `followed`; `buffered` is in followed->rows. nullopt: see SsdStore::scan(), with `kept` and
+  // `buffers`.
+  std::optional<RangeView> view(const std::shared_ptr<Followed>& followed, uint64_t kept, uint64_t buffers);
+  void end_reading(Followed& followed);  // the scan has returned its last row
   // SsdStore::Scan::changed() of `part`, a part of the range of `followed`.
   std::optional<size_t> changed(const Followed& followed, KeyRange part, size_t max, uint64_t* keys, uint8_t* rows,
                                 uint8_t* deleted);
@@ -123,9 +128,10 @@ class SsdStore::Impl {
   // Called when rows become visible, with the index lock held exclusively. Row i has key keys[i], or keys[item.index].
   void follow(const uint64_t* keys, size_t n, const RowsIn* rows);
   void follow(const std::vector<ssd::Item>& by_hash, const uint64_t* keys, const RowsIn* rows);
-  void follow(Followed& followed, uint64_t key, const uint8_t* row) const;
-  void count_changes(Followed& followed) const;  // after `rows` has changed: counts or drops them
-  RangeView view_locked(KeyRange range) const;   // the caller holds the index lock
+  // `room`: bytes of the budget that are left, for all scans together.
+  void follow(Followed& followed, uint64_t key, const uint8_t* row, uint64_t& room) const;
+  uint64_t change_bytes() const;                // of one row of Followed::rows
+  RangeView view_locked(KeyRange range) const;  // the caller holds the index lock
   // The caller of the following holds write_mutex_.
   void flush_for_reading();  // flush_buffer() if there is something to flush; also of a read-only store
   void flush_buffer();       // moves all rows to the index, or throws and leaves all in the buffer
