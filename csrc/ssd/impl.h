@@ -65,7 +65,9 @@ class SsdStore::Impl {
   // The rows of a range that were put or deleted since a scan of it began: the newest one of each key, null for a
   // deletion. Protected by index_mutex_.
   struct Followed {
-    Followed(ssd::Context& ctx, KeyRange range) : range(range), ctx_(ctx) {}
+    using Rows = std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>>;
+
+    Followed(ssd::Context& ctx, KeyRange range);
     ~Followed() { release(memory_); }
     Followed(const Followed&) = delete;
 
@@ -79,13 +81,17 @@ class SsdStore::Impl {
       memory_ -= bytes;
     }
 
+    // The index in `rows` of a hash of the range.
+    size_t piece(uint64_t hash) const { return (hash - range.lo) >> shift_; }
+
     const KeyRange range;
-    std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>> rows;
+    std::vector<Rows> rows;         // of pieces of the range, in hash order: changed() looks at a few of them
     std::atomic<bool> lost{false};  // they took too much memory, and are no longer kept
     uint64_t buffers = 0;           // bytes that are reserved until the last row was read
 
    private:
     ssd::Context& ctx_;
+    int shift_ = 0;
     uint64_t memory_ = 0;
   };
   RangeView view(KeyRange range);

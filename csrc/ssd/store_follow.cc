@@ -13,6 +13,7 @@ namespace {
 
 constexpr size_t kEntryBytes = 80;    // of the map and the allocator, per row
 constexpr uint64_t kShareOfScan = 2;  // a scan begins with one of so many bytes that are left: changes take others
+constexpr uint64_t kPieces = 256;     // of a range, each with its changes
 constexpr int kReads = 8;             // in flight, of all scans: lookups beside them have dozens
 
 }  // namespace
@@ -20,6 +21,12 @@ constexpr int kReads = 8;             // in flight, of all scans: lookups beside
 PreadPool& SsdStore::Impl::scan_io() {
   std::call_once(scan_io_once_, [this] { scan_io_ = std::make_unique<PreadPool>(kReads); });
   return *scan_io_;
+}
+
+SsdStore::Impl::Followed::Followed(Context& ctx, KeyRange range) : range(range), ctx_(ctx) {
+  while ((range.hi - range.lo) >> shift_ >= kPieces) ++shift_;
+  rows.resize(((range.hi - range.lo) >> shift_) + 1);
+  reserve(rows.size() * sizeof(Rows));
 }
 
 uint64_t SsdStore::Impl::change_bytes() const { return ctx.g.row_bytes + kEntryBytes; }
@@ -39,7 +46,10 @@ std::optional<SsdStore::Impl::RangeView> SsdStore::Impl::view(const std::shared_
   if (kept + buffers + cursor > room / kShareOfScan || kept + buffers + cursor + changes > room) return std::nullopt;
   followed->buffers = buffers + cursor;
   followed->reserve(kept + followed->buffers + changes);
-  followed->rows.swap(out.buffered);  // the first changes: so the rows of the scan are in hash order
+  for (auto& [key, row] : out.buffered) {  // the first changes: so the rows of the scan are in hash order
+    followed->rows[followed->piece(hash_key(key))].emplace(key, std::move(row));
+  }
+  out.buffered.clear();
   std::erase_if(followed_, [](auto& each) { return each.expired(); });
   followed_.push_back(followed);
   return out;
@@ -53,14 +63,14 @@ void SsdStore::Impl::end_reading(Followed& followed) {
 void SsdStore::Impl::follow(Followed& followed, uint64_t key, const uint8_t* row, uint64_t& room) const {
   if (followed.lost || !followed.range.contains(key)) return;
   if (row && deletions_.find(key) >= 0) return;  // deleted while its put() was in progress: that is kept
-  const auto [kept, added] = followed.rows.try_emplace(key);
+  const auto [kept, added] = followed.rows[followed.piece(hash_key(key))].try_emplace(key);
   if (added) {
     if (change_bytes() > room) {
-      const uint64_t bytes = (followed.rows.size() - 1) * change_bytes();
+      uint64_t rows = 0;
+      for (auto& piece : followed.rows) rows += std::exchange(piece, {}).size();
       followed.lost = true;
-      followed.rows.clear();
-      followed.release(bytes);
-      room += bytes;
+      followed.release((rows - 1) * change_bytes());
+      room += (rows - 1) * change_bytes();
       return;
     }
     followed.reserve(change_bytes());
@@ -103,17 +113,24 @@ std::optional<size_t> SsdStore::Impl::changed(const Followed& followed, KeyRange
   auto life = alive();
   std::shared_lock lock(index_mutex_);
   if (followed.lost) return std::nullopt;
+  const size_t first = followed.piece(part.lo), last = followed.piece(part.hi);
+  const auto each = [&](const auto& f) {
+    for (size_t piece = first; piece <= last; ++piece) {
+      for (const auto& [key, row] : followed.rows[piece]) {
+        if (part.contains(key)) f(key, row.get());
+      }
+    }
+  };
   size_t n = 0;
-  for (const auto& [key, row] : followed.rows) n += part.contains(key);
+  each([&](uint64_t, const uint8_t*) { ++n; });
   if (n > max) return n;
   size_t i = 0;
-  for (const auto& [key, row] : followed.rows) {
-    if (!part.contains(key)) continue;
+  each([&](uint64_t key, const uint8_t* row) {
     keys[i] = key;
     deleted[i] = row == nullptr;
-    if (row) std::memcpy(rows + i * ctx.g.row_bytes, row.get(), ctx.g.row_bytes);
+    if (row) std::memcpy(rows + i * ctx.g.row_bytes, row, ctx.g.row_bytes);
     ++i;
-  }
+  });
   return n;
 }
 

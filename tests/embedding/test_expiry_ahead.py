@@ -145,7 +145,7 @@ def test_a_scan_reads_several_parts(every: int, spread: int, tmp_path: Path, mon
         bag(tc.Batch.from_lists([[0]])).sum().backward()
         table.step()
     parts = [round((hi - lo + 1) * spread / 2**64) for lo, hi in hashes]
-    most = min(-(-min(256, every) // 8), spread)
+    most = min(-(-min(128, every) // 8), spread)
     assert {*parts} == {most, spread % most or most}
     assert sum(parts) >= spread
 

@@ -20,7 +20,7 @@ from thermocline.errors import ThermoclineError
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.ssd import FollowedScan, SsdStore
 
-_STEPS_AHEAD = 256
+_STEPS_AHEAD = 128
 """Steps before the turn of a part at which its rows may be read, if memory allows."""
 _SHARE_OF_SPARE = 4
 """Rows that were read take one of so many bytes that the budget of the store has left: changes and read buffers take
@@ -77,9 +77,12 @@ class _Chunk:
         """Whether the parts must be read again: too many of their rows have changed."""
         return self._ended and self._scan is not None and self._scan.lost
 
-    def close(self) -> None:
-        """Stop reading."""
+    def stop(self) -> None:
+        """Stop reading soon."""
         self._stop = True
+
+    def close(self) -> None:
+        """Free the memory, after `stop`."""
         self._reading.result()
         self._scan = None
         self._rows.clear()
@@ -216,14 +219,19 @@ class ScanAhead:
 
     def close(self) -> None:
         """Forget what was read."""
-        self._drop(list(self._chunks))
+        for chunk in self._chunks:
+            chunk.stop()
+            chunk.close()
+        self._chunks.clear()
         self._threads.shutdown()
         self._threads = _threads()
 
     def _drop(self, chunks: Sequence[_Chunk]) -> None:
+        """Forget chunks. Their memory is freed by the threads: that can take longer than a step."""
         for chunk in chunks:
             self._chunks.remove(chunk)
-            chunk.close()
+            chunk.stop()
+            self._threads.submit(chunk.close)
 
 
 def _threads() -> ThreadPoolExecutor:

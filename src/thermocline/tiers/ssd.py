@@ -446,7 +446,7 @@ class FollowedScan:
 
         Returns (keys, newest rows, deleted); the rows of deleted keys are undefined. None: too many rows have changed.
         """
-        room = 256
+        room = 1024
         while True:
             keys, deleted = np.empty(room, np.uint64), np.empty(room, np.bool_)
             rows = np.empty((room, self.row_bytes), np.uint8)
