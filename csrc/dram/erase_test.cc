@@ -182,6 +182,34 @@ TEST(DramErase, ReadsBesideAnEraseAndSlotsThatAreUsedAgain) {
   tier.check(true);
 }
 
+// A thread that has the mutex of one shard keeps a step waiting for the rows of that shard only.
+TEST(DramErase, OtherShardsDoNotWaitForOneThatIsInUse) {
+  MapStore store(kLayout.bytes());
+  TierOptions o = options(1 << 16);
+  o.shards = 8;
+  DramTier tier(o, &store);
+  const auto keys = range(0, 100);
+  const auto slots = pull(tier, keys);
+  tier.unpin(slots.data(), slots.size(), true);
+  std::atomic<bool> held{false}, may_end{false};
+  std::thread holder([&] {
+    tier.unwritten_rows({}, [&](uint64_t, const uint8_t*, size_t) {
+      held = true;
+      while (!may_end) std::this_thread::yield();
+    });
+  });
+  while (!held) std::this_thread::yield();
+  std::atomic<size_t> seen{0};
+  std::thread other([&] { tier.unwritten_rows({}, [&](uint64_t, const uint8_t*, size_t) { ++seen; }); });
+  while (seen < 60) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  CHECK(seen < keys.size());
+  may_end = true;
+  holder.join();
+  other.join();
+  CHECK_EQ(seen.load(), keys.size());
+}
+
 TEST(DramErase, DirtyRowsOfARange) {
   MapStore store(kLayout.bytes());
   DramTier tier(options(1 << 16), &store);
