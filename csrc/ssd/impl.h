@@ -131,6 +131,9 @@ class SsdStore::Impl {
   bool filters_fit(const ssd::Manifest& manifest);
   void require_writable() const;
   std::unique_lock<std::mutex> begin_write();  // takes write_mutex_; deletions_ are in the buffer then
+  // Moves deletions_ to the buffer on a thread, soon: while there is no put() they would fill their memory, and erase()
+  // would wait for the write lock. Not if merges are inline, which is for tests: the order of writes is then fixed.
+  void buffer_deletions();
   // Called when rows become visible, with the index lock held exclusively. Row i has key keys[i], or keys[item.index].
   void follow(const uint64_t* keys, size_t n, const RowsIn* rows);
   void follow(const std::vector<ssd::Item>& by_hash, const uint64_t* keys, const RowsIn* rows);
@@ -189,7 +192,10 @@ class SsdStore::Impl {
   std::unique_ptr<PreadPool> scan_io_;
   ssd::Reader reader_;
   std::atomic<uint64_t> bytes_put_{0};
-  std::unique_ptr<ssd::Merger> merger_;  // last: its threads use all members above
+  std::unique_ptr<ssd::Merger> merger_;  // its threads use all members above
+  std::once_flag deletions_io_once_;
+  std::atomic<bool> buffering_{false};
+  std::unique_ptr<PreadPool> deletions_io_;  // last: its thread uses all members above
 };
 
 }  // namespace thermocline

@@ -1,5 +1,6 @@
 // Scans that follow their range, against an oracle; deletions that wait for no put().
 #include <atomic>
+#include <chrono>
 #include <optional>
 #include <random>
 #include <set>
@@ -176,6 +177,37 @@ TEST(StoreFollow, DeletionsDoNotWaitForAPut) {
   store.reset();
   store = SsdStore::open(inner, "/s/a", small_options());
   expect_equal(*store, oracle, 2000);
+}
+
+// Without a put() they would fill their memory, and one of them would write them, and wait for puts of other threads.
+TEST(StoreFollow, DeletionsAreBufferedWithoutAPut) {
+  auto inner = std::make_shared<MemFs>();
+  inner->make_dir("/s");
+  auto fs = std::make_shared<FaultFs>(inner);
+  auto store = SsdStore::open(fs, "/s/a", small_options());
+  put_range(*store, 0, 1000);
+  store->commit("");
+  std::atomic<size_t> buffered{0}, flushed{0}, flushed_here{0};
+  fs->on_point([&, here = std::this_thread::get_id()](std::string_view point) {
+    buffered += point == "deletions.buffered";
+    if (point != "flush.indexed") return;
+    ++flushed;
+    flushed_here += std::this_thread::get_id() == here;
+  });
+  Oracle oracle;
+  for (uint64_t k = 0; k < 1000; ++k) std::memcpy((oracle[k] = {}).data(), &k, 8);
+  for (uint64_t first = 0; first < 1000; first += 20) {
+    const size_t before = buffered;
+    std::vector<uint64_t> keys;
+    for (uint64_t k = first; k < first + 20; ++k) oracle.erase(keys.emplace_back(k));
+    store->erase(keys.data(), keys.size());
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (buffered == before && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+    CHECK(buffered > before);
+  }
+  CHECK(flushed > 0 && flushed_here == 0);
+  expect_equal(*store, oracle, 1000);
+  store.reset();  // also while a thread moves deletions
 }
 
 // A deletion during a put() of the key is the newer of the two: in get(), and in the changes of a scan.
