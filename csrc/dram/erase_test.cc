@@ -201,12 +201,13 @@ TEST(DramErase, OtherShardsDoNotWaitForOneThatIsInUse) {
   while (!held) std::this_thread::yield();
   std::atomic<size_t> seen{0};
   std::thread other([&] { tier.unwritten_rows({}, [&](uint64_t, const uint8_t*, size_t) { ++seen; }); });
-  while (seen < 60) std::this_thread::yield();
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  CHECK(seen < keys.size());
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  while (seen < 60 && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+  const size_t seen_meanwhile = seen;
   may_end = true;
   holder.join();
   other.join();
+  CHECK(seen_meanwhile >= 60 && seen_meanwhile < keys.size());
   CHECK_EQ(seen.load(), keys.size());
 }
 

@@ -44,6 +44,7 @@ struct StoreOptions {
 
 struct StoreStats {
   uint64_t epoch = 0, rows_in_base = 0, rows_in_log = 0;  // rows_in_log counts every version of a row
+  uint64_t waiting_deletions = 0;                         // of rows_in_log: not in the write buffer yet
   uint64_t disk_bytes = 0, live_files = 0, partitions = 0, log_bytes = 0, base_bytes = 0;
   uint64_t mem_index = 0, mem_buffers = 0, mem_total = 0, mem_budget = 0;
   uint64_t mem_spare = 0;  // what the log and merges leave of the budget

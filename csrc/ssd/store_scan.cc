@@ -70,6 +70,7 @@ StoreStats SsdStore::Impl::stats() const {
     std::shared_lock lock(index_mutex_);
     s.epoch = epoch_;
     s.rows_in_base = index_.base_rows();
+    s.waiting_deletions = deletions_.size();
     s.rows_in_log = index_.log_rows() + buffer_.size() + deletions_.size();
     s.partitions = index_.size();
     s.log_bytes = index_.log_bytes();

@@ -53,7 +53,6 @@ void SsdStore::Impl::buffer_deletions() {
     try {
       auto life = alive();
       begin_write();
-      ctx.fs->failpoint("deletions.buffered");
     } catch (const std::exception&) {
       // Closed, or the next put() fails in the same way.
     }
