@@ -7,7 +7,8 @@ Fills a store with rows of which a tenth has not been used for long, then trains
 look-ahead and pipeline as by default, an MLP with `hidden` units) before, during and after the expiry. The expiry
 takes `spread` steps: with 5,000 the p99.9 of their times is the fifth longest, with 1,000 nearly the longest;
 `--spread 1` deletes all rows after one step. The parts may run in separate calls with the same DIR and FILE: `fill`
-makes DIR/filled, `train` trains on a copy of it, made of hard links, `merge` merges the copy. Claims: p99.9 of the
+makes DIR/filled, `train` trains on a copy of it, made of hard links, `merge` merges the copy; FILE is written after
+`train` and again after `merge`. Claims: p99.9 of the
 times from step to step during the expiry is at most twice their median; after a merge the store has the size of its
 remaining rows, plus 5 %.
 """
@@ -197,8 +198,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     parts = options.parts.split(",")
-    if len(parts) < 3 and None in (options.folder, options.json):
-        parser.error("--parts needs --folder and --json")
+    if len(parts) < 3 and (options.folder is None or (options.json is None and parts != ["fill"])):
+        parser.error("--parts needs --folder, and --json unless it is fill")
     temporary = options.folder is None
     options.folder = Path(tempfile.mkdtemp()) if temporary else options.folder
     ads = tc.SyntheticAds(keys=options.rows, fields=FIELDS, batch_size=options.batch, examples=10**12)

@@ -181,8 +181,15 @@ struct BoundScan {
   }
 };
 
-BoundScan scan(SsdStore& self, uint64_t lo, uint64_t hi, bool follow, uint64_t kept) {
-  return unlocked([&] { return BoundScan{self.scan({lo, hi}, follow, kept), self.row_bytes()}; });
+BoundScan scan(SsdStore& self, uint64_t lo, uint64_t hi) {
+  return unlocked([&] { return BoundScan{self.scan({lo, hi}), self.row_bytes()}; });
+}
+
+std::optional<BoundScan> follow(SsdStore& self, uint64_t lo, uint64_t hi, uint64_t kept, uint64_t buffers) {
+  return unlocked([&] {
+    auto scan = self.follow({lo, hi}, kept, buffers);
+    return scan ? std::optional(BoundScan{std::move(scan), self.row_bytes()}) : std::nullopt;
+  });
 }
 
 // Changes since a position, and their row size.
@@ -252,7 +259,8 @@ void bind_store(nb::module_& m) {
   nb::class_<BoundScan>(m, "Scan")
       .def("next", &BoundScan::next, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def("changed", &BoundScan::changed, "lo"_a, "hi"_a, "keys"_a.noconvert(), "rows"_a.noconvert(),
-           "deleted"_a.noconvert());
+           "deleted"_a.noconvert())
+      .def_prop_ro("lost", [](const BoundScan& self) { return self.scan->lost(); });
   nb::class_<BoundChanges>(m, "StoreChanges")
       .def("next", &BoundChanges::next, "keys"_a.noconvert(), "rows"_a.noconvert(), "deleted"_a.noconvert())
       .def_prop_ro("rows", [](const BoundChanges& self) { return self.changes->rows(); });
@@ -275,7 +283,8 @@ void bind_store(nb::module_& m) {
            })
       .def("epochs", [](const SsdStore& self) { return unlocked([&] { return self.epochs(); }); })
       .def("release", [](SsdStore& self, uint64_t epoch) { unlocked([&] { self.release(epoch); }); })
-      .def("scan", &scan, "lo"_a, "hi"_a, "follow"_a, "kept"_a = 0, nb::keep_alive<0, 1>())
+      .def("scan", &scan, "lo"_a, "hi"_a, nb::keep_alive<0, 1>())
+      .def("follow", &follow, "lo"_a, "hi"_a, "kept"_a, "buffers"_a, nb::keep_alive<0, 1>())
       .def("position", &position)
       .def("keep_log", &keep_log, "since"_a, "replace"_a)
       .def("changes_since", &changes_since, "since"_a)

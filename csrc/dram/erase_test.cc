@@ -182,6 +182,35 @@ TEST(DramErase, ReadsBesideAnEraseAndSlotsThatAreUsedAgain) {
   tier.check(true);
 }
 
+// A thread that has the mutex of one shard keeps a step waiting for the rows of that shard only.
+TEST(DramErase, OtherShardsDoNotWaitForOneThatIsInUse) {
+  MapStore store(kLayout.bytes());
+  TierOptions o = options(1 << 16);
+  o.shards = 8;
+  DramTier tier(o, &store);
+  const auto keys = range(0, 100);
+  const auto slots = pull(tier, keys);
+  tier.unpin(slots.data(), slots.size(), true);
+  std::atomic<bool> held{false}, may_end{false};
+  std::thread holder([&] {
+    tier.unwritten_rows({}, [&](uint64_t, const uint8_t*, size_t) {
+      held = true;
+      while (!may_end) std::this_thread::yield();
+    });
+  });
+  while (!held) std::this_thread::yield();
+  std::atomic<size_t> seen{0};
+  std::thread other([&] { tier.unwritten_rows({}, [&](uint64_t, const uint8_t*, size_t) { ++seen; }); });
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  while (seen < 60 && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+  const size_t seen_meanwhile = seen;
+  may_end = true;
+  holder.join();
+  other.join();
+  CHECK(seen_meanwhile >= 60 && seen_meanwhile < keys.size());
+  CHECK_EQ(seen.load(), keys.size());
+}
+
 TEST(DramErase, DirtyRowsOfARange) {
   MapStore store(kLayout.bytes());
   DramTier tier(options(1 << 16), &store);

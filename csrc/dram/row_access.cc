@@ -3,6 +3,7 @@
 #include <cstring>
 #include <mutex>
 #include <shared_mutex>
+#include <vector>
 
 #include "dram/copy_rows.h"
 #include "dram/kernels.h"
@@ -15,6 +16,7 @@ constexpr size_t kPrefetchAhead = 16;      // lookups whose memory is prefetched
 constexpr size_t kLookupAhead = 32;        // the same for lookups without mutexes, which take less time
 constexpr size_t kPrefetchRowBytes = 512;  // at most, of a row that is read
 constexpr size_t kUnlockedKeys = 1024;     // of one task without mutexes: small, so that threads end together
+constexpr size_t kEraseKeys = 16384;       // of one task of an erase
 constexpr size_t kTaskKeys = 4096;         // of one lookup task: few enough for the TLB to cover their rows in a buffer
 
 void prefetch_row(const uint8_t* row, size_t bytes) {
@@ -323,22 +325,39 @@ uint64_t DramTier::next_slots_version() {
 
 // ---- erase
 
-// Calls f(shard, hash, key, slot) for each key that is resident, under the mutex of its shard. Needs no Scratch: pulls
+void DramTier::for_free_shards_first(const uint64_t* keys, size_t n, const ShardTask& f) {
+  std::vector<Probe> probes(n);
+  uint32_t starts[kMaxShards + 1];
+  sort_by_shard(keys, n, probes.data(), starts);
+  const auto call = [&](uint32_t h) { f(shards_[h], probes.data() + starts[h], starts[h + 1] - starts[h]); };
+  std::vector<uint32_t> held;
+  for (uint32_t h = 0; h < plan_.shards; ++h) {
+    if (starts[h] == starts[h + 1]) continue;
+    std::unique_lock lock(shards_[h].mutex, std::try_to_lock);
+    if (lock) call(h);
+    else held.push_back(h);
+  }
+  for (uint32_t h : held) {
+    std::lock_guard lock(shards_[h].mutex);
+    call(h);
+  }
+}
+
+// Calls f(shard, tag, key, slot) for each key that is resident, under the mutex of its shard. Needs no Scratch: pulls
 // keep theirs while they wait for the store.
 template <typename F>
 void DramTier::for_resident(const uint64_t* keys, size_t n, const F& f) {
-  for_rows(n, [&](size_t begin, size_t end) {
-    for (size_t i = begin; i < end; ++i) {
-      if (i + kPrefetchAhead < end) {
-        const Hash ahead = hash(keys[i + kPrefetchAhead]);
-        shards_[ahead.shard].prefetch(ahead.tag);
+  const size_t tasks = n / kEraseKeys + 1;
+  pool_.parallel(tasks, [&](size_t t) {
+    const uint64_t* const part = keys + n * t / tasks;
+    for_free_shards_first(part, n * (t + 1) / tasks - n * t / tasks, [&](Shard& shard, const Probe* probes, size_t m) {
+      for (size_t j = 0; j < m; ++j) {
+        shard.prefetch(probes[std::min(j + kPrefetchAhead, m - 1)].tag);
+        const uint64_t key = part[probes[j].index];
+        const uint32_t slot = shard.find(probes[j].tag, key);
+        if (slot != kNoSlot) f(shard, probes[j].tag, key, slot);
       }
-      const Hash h = hash(keys[i]);
-      Shard& shard = shards_[h.shard];
-      std::lock_guard lock(shard.mutex);
-      const uint32_t slot = shard.find(h.tag, keys[i]);
-      if (slot != kNoSlot) f(shard, h, keys[i], slot);
-    }
+    });
   });
 }
 
@@ -350,7 +369,7 @@ void DramTier::end_writes(const uint64_t* keys, size_t n) {
   };
   for (std::vector<uint32_t> written;; written.clear()) {
     std::mutex mutex;
-    for_resident(keys, n, [&](Shard&, Hash, uint64_t, uint32_t slot) {
+    for_resident(keys, n, [&](Shard&, uint32_t, uint64_t, uint32_t slot) {
       clear_dirty(slot);
       if (!writing(slot)) return;
       std::lock_guard lock(mutex);
@@ -371,7 +390,7 @@ size_t DramTier::erase(const uint64_t* keys, size_t n) {
   std::lock_guard no_copies(erase_mutex_);
   slots_version_ = next_slots_version();
   std::atomic<size_t> erased{0};
-  for_resident(keys, n, [&](Shard& shard, Hash h, uint64_t key, uint32_t slot) {
+  for_resident(keys, n, [&](Shard& shard, uint32_t tag, uint64_t key, uint32_t slot) {
     ++erased;
     clear_dirty(slot);
     SlotMeta& m = meta()[slot];
@@ -381,7 +400,7 @@ size_t DramTier::erase(const uint64_t* keys, size_t n) {
       return;
     }
     if (store_) shard.unlink(slot);  // without a store rows are in no list
-    shard.erase(h.tag, slot);
+    shard.erase(tag, slot);
     m.store_state(SlotState::kFree);
     push_free(&slot, 1);
   });

@@ -207,8 +207,12 @@ class DramTier {
   void for_slot_groups(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, const ShardTask& f);
   template <typename KeyOf>
   void group(const Scratch::Grouping& g, size_t n, const KeyOf& key_of, bool with_tags, const ShardTask& f);
-  // Single-threaded grouping of at most 4096 keys: the probes of shard h are probes[starts[h]] .. [starts[h + 1] - 1].
+  // Single-threaded grouping: the probes of shard h are probes[starts[h]] .. [starts[h + 1] - 1].
   void sort_by_shard(const uint64_t* keys, size_t n, Probe* probes, uint32_t* starts) const;
+  // Runs f(shard, probes, count) per shard of the keys, on this thread, under the shard's mutex. Shards whose mutex
+  // another thread has come last: an eviction and write_ahead() have one after the other for milliseconds, and a caller
+  // that waits for each in turn follows them through all shards.
+  void for_free_shards_first(const uint64_t* keys, size_t n, const ShardTask& f);
   size_t cached_keys(const Scratch& s) const;
   // Runs f(begin, end) over ranges of n rows, in parallel.
   template <typename F>

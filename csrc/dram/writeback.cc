@@ -348,17 +348,25 @@ size_t DramTier::dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t*
 // A row whose write has ended since its bit was read may have left its slot.
 void DramTier::unwritten_rows(KeyRange range, const std::function<void(uint64_t, const uint8_t*, size_t)>& add) {
   const std::vector<uint64_t> words = dirty_words_of(range, true);
+  std::vector<uint32_t> slots;
+  std::vector<uint64_t> keys;
   for (size_t word = 0; word < words.size(); ++word) {
     for (uint64_t bits = words[word]; bits != 0; bits &= bits - 1) {
       const auto slot = static_cast<uint32_t>(word * 64 + static_cast<size_t>(std::countr_zero(bits)));
       const uint64_t key = meta()[slot].load_key();
-      const Hash h = hash(key);
-      std::lock_guard lock(shards_[h.shard].mutex);
-      if (!range.contains(key) || shards_[h.shard].find(h.tag, key) != slot) continue;
-      if (is_loading(meta()[slot].load_state())) continue;
-      add(key, row(slot), row_bytes_);
+      if (!range.contains(key)) continue;
+      slots.push_back(slot);
+      keys.push_back(key);
     }
   }
+  for_free_shards_first(keys.data(), keys.size(), [&](Shard& shard, const Probe* probes, size_t n) {
+    for (size_t j = 0; j < n; ++j) {
+      const uint64_t key = keys[probes[j].index];
+      const uint32_t slot = slots[probes[j].index];
+      if (shard.find(probes[j].tag, key) != slot || is_loading(meta()[slot].load_state())) continue;
+      add(key, row(slot), row_bytes_);
+    }
+  });
 }
 
 // ---- invariants and statistics

@@ -65,29 +65,40 @@ class SsdStore::Impl {
   // The rows of a range that were put or deleted since a scan of it began: the newest one of each key, null for a
   // deletion. Protected by index_mutex_.
   struct Followed {
-    Followed(ssd::Context& ctx, KeyRange range, uint64_t kept) : range(range), ctx_(ctx) { set_memory(kept, 0); }
-    ~Followed() { set_memory(0, 0); }
+    using Rows = std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>>;
+
+    Followed(ssd::Context& ctx, KeyRange range);
+    ~Followed() { release(memory_); }
     Followed(const Followed&) = delete;
 
-    // Bytes of the scan, with what its caller keeps, and of `rows`; counted in the context.
-    void set_memory(uint64_t scan, uint64_t changes) {
-      ctx_.scan_memory += scan + changes - memory_;
-      memory_ = scan + changes;
-      scan_memory = scan;
+    // Bytes of the scan, with what its caller keeps, and of `rows`: counted in the context.
+    void reserve(uint64_t bytes) {
+      ctx_.scan_memory += bytes;
+      memory_ += bytes;
+    }
+    void release(uint64_t bytes) {
+      ctx_.scan_memory -= bytes;
+      memory_ -= bytes;
     }
 
+    // The index in `rows` of a hash of the range.
+    size_t piece(uint64_t hash) const { return (hash - range.lo) >> shift_; }
+
     const KeyRange range;
-    std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>> rows;
-    bool lost = false;         // they took too much memory, and are no longer kept
-    uint64_t scan_memory = 0;  // see set_memory()
-    uint64_t most = 0;         // bytes of `rows`
+    std::vector<Rows> rows;         // of pieces of the range, in hash order: changed() looks at a few of them
+    std::atomic<bool> lost{false};  // they took too much memory, and are no longer kept
+    uint64_t buffers = 0;           // bytes that are reserved until the last row was read
 
    private:
     ssd::Context& ctx_;
+    int shift_ = 0;
     uint64_t memory_ = 0;
   };
   RangeView view(KeyRange range);
-  RangeView view(const std::shared_ptr<Followed>& followed);  // of its range; `buffered` is in followed->rows
+  // Of the range of `followed`; `buffered` is in followed->rows. nullopt: see SsdStore::scan(), with `kept` and
+  // `buffers`.
+  std::optional<RangeView> view(const std::shared_ptr<Followed>& followed, uint64_t kept, uint64_t buffers);
+  void end_reading(Followed& followed);  // the scan has returned its last row
   // SsdStore::Scan::changed() of `part`, a part of the range of `followed`.
   std::optional<size_t> changed(const Followed& followed, KeyRange part, size_t max, uint64_t* keys, uint8_t* rows,
                                 uint8_t* deleted);
@@ -120,12 +131,16 @@ class SsdStore::Impl {
   bool filters_fit(const ssd::Manifest& manifest);
   void require_writable() const;
   std::unique_lock<std::mutex> begin_write();  // takes write_mutex_; deletions_ are in the buffer then
+  // Moves deletions_ to the buffer on a thread, soon: while there is no put() they would fill their memory, and erase()
+  // would wait for the write lock. Not if merges are inline, which is for tests: the order of writes is then fixed.
+  void buffer_deletions();
   // Called when rows become visible, with the index lock held exclusively. Row i has key keys[i], or keys[item.index].
   void follow(const uint64_t* keys, size_t n, const RowsIn* rows);
   void follow(const std::vector<ssd::Item>& by_hash, const uint64_t* keys, const RowsIn* rows);
-  void follow(Followed& followed, uint64_t key, const uint8_t* row) const;
-  void count_changes(Followed& followed) const;  // after `rows` has changed: counts or drops them
-  RangeView view_locked(KeyRange range) const;   // the caller holds the index lock
+  // `room`: bytes of the budget that are left, for all scans together.
+  void follow(Followed& followed, uint64_t key, const uint8_t* row, uint64_t& room) const;
+  uint64_t change_bytes() const;                // of one row of Followed::rows
+  RangeView view_locked(KeyRange range) const;  // the caller holds the index lock
   // The caller of the following holds write_mutex_.
   void flush_for_reading();  // flush_buffer() if there is something to flush; also of a read-only store
   void flush_buffer();       // moves all rows to the index, or throws and leaves all in the buffer
@@ -177,7 +192,10 @@ class SsdStore::Impl {
   std::unique_ptr<PreadPool> scan_io_;
   ssd::Reader reader_;
   std::atomic<uint64_t> bytes_put_{0};
-  std::unique_ptr<ssd::Merger> merger_;  // last: its threads use all members above
+  std::unique_ptr<ssd::Merger> merger_;  // its threads use all members above
+  std::once_flag deletions_io_once_;
+  std::atomic<bool> buffering_{false};
+  std::unique_ptr<PreadPool> deletions_io_;  // last: its thread uses all members above
 };
 
 }  // namespace thermocline

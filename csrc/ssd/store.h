@@ -44,6 +44,7 @@ struct StoreOptions {
 
 struct StoreStats {
   uint64_t epoch = 0, rows_in_base = 0, rows_in_log = 0;  // rows_in_log counts every version of a row
+  uint64_t waiting_deletions = 0;                         // of rows_in_log: not in the write buffer yet
   uint64_t disk_bytes = 0, live_files = 0, partitions = 0, log_bytes = 0, base_bytes = 0;
   uint64_t mem_index = 0, mem_buffers = 0, mem_total = 0, mem_budget = 0;
   uint64_t mem_spare = 0;  // what the log and merges leave of the budget
@@ -117,12 +118,15 @@ class SsdStore : public RowStore {
     // put() that runs meanwhile, some rows may be missing. nullopt: too many rows have changed to be kept.
     virtual std::optional<size_t> changed(KeyRange part, size_t max, uint64_t* keys, uint8_t* rows,
                                           uint8_t* deleted) = 0;
+    virtual bool lost() const = 0;  // changed() gives nullopt from now on
   };
-  // `follow`: keeps a copy of the rows of the range that change until the scan is deleted, up to 32 MiB and up to
-  // StoreStats::mem_spare. The scan itself is then in hash order, with several reads in flight; rows that are buffered
-  // when it begins count as changed. Its memory is in StoreStats::mem_buffers, with `kept`, the bytes of what the
-  // caller keeps of it.
-  std::unique_ptr<Scan> scan(KeyRange range = {}, bool follow = false, uint64_t kept = 0);
+  std::unique_ptr<Scan> scan(KeyRange range = {});
+  // A scan that keeps a copy of the rows of its range that change until it is deleted. It is in hash order, with
+  // several reads in flight; rows that are buffered when it begins count as changed. Its memory is in
+  // StoreStats::mem_buffers, with what its caller keeps of it: `kept` bytes, and `buffers` bytes until next() has
+  // returned 0. All such scans together take at most StoreStats::mem_spare: null, if one would begin with more than
+  // half of what is left of it; lost(), if the changes need more.
+  std::unique_ptr<Scan> follow(KeyRange range, uint64_t kept = 0, uint64_t buffers = 0);
 
   // The position of all rows put so far.
   StorePosition position();

@@ -1,5 +1,6 @@
 // Scans that follow their range, against an oracle; deletions that wait for no put().
 #include <atomic>
+#include <chrono>
 #include <optional>
 #include <random>
 #include <set>
@@ -62,7 +63,7 @@ TEST(StoreFollow, ScanAndChangesGiveTheRowsOfNow) {
     Oracle oracle, read;
     std::unique_ptr<SsdStore::Scan> scan;
     for (int step = 0; step < 80; ++step) {
-      if (step % 20 == 10) scan = store->scan(kMiddle, true);
+      if (step % 20 == 10) scan = store->follow(kMiddle);
       if (step % 20 == 13) read = read_all(*scan);
       std::vector<uint64_t> keys;
       for (size_t i = rng() % (step % 5 ? 30 : 600); i > 0; --i) keys.push_back(rng() % kKeys);
@@ -114,7 +115,7 @@ TEST(StoreFollow, LoadedRowsAreChanges) {
   auto fs = std::make_shared<MemFs>();
   fs->make_dir("/s");
   auto store = SsdStore::open(fs, "/s/a", small_options());
-  auto scan = store->scan(kMiddle, true);
+  auto scan = store->follow(kMiddle);
   const Oracle read = read_all(*scan);
   Oracle oracle;
   std::vector<uint64_t> keys;
@@ -134,7 +135,7 @@ TEST(StoreFollow, ChangesThatTakeTooMuchMemoryAreGivenUp) {
   auto fs = std::make_shared<MemFs>();
   fs->make_dir("/s");
   auto store = SsdStore::open(fs, "/s/a", small_options());
-  auto scan = store->scan({}, true);
+  auto scan = store->follow({});
   put_range(*store, 0, 1000);
   uint64_t key = 0;
   uint8_t row[kRow], deleted = 0;
@@ -178,6 +179,35 @@ TEST(StoreFollow, DeletionsDoNotWaitForAPut) {
   expect_equal(*store, oracle, 2000);
 }
 
+// Without a put() they would fill their memory, and one of them would write them, and wait for puts of other threads.
+TEST(StoreFollow, DeletionsAreBufferedWithoutAPut) {
+  auto inner = std::make_shared<MemFs>();
+  inner->make_dir("/s");
+  auto fs = std::make_shared<FaultFs>(inner);
+  auto store = SsdStore::open(fs, "/s/a", small_options());
+  put_range(*store, 0, 1000);
+  store->commit("");
+  std::atomic<size_t> flushed{0}, flushed_here{0};
+  fs->on_point([&, here = std::this_thread::get_id()](std::string_view point) {
+    if (point != "flush.indexed") return;
+    ++flushed;
+    flushed_here += std::this_thread::get_id() == here;
+  });
+  Oracle oracle;
+  for (uint64_t k = 0; k < 1000; ++k) std::memcpy((oracle[k] = {}).data(), &k, 8);
+  for (uint64_t first = 0; first < 1000; first += 20) {
+    std::vector<uint64_t> keys;
+    for (uint64_t k = first; k < first + 20; ++k) oracle.erase(keys.emplace_back(k));
+    store->erase(keys.data(), keys.size());
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (store->stats().waiting_deletions > 0 && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+    CHECK_EQ(store->stats().waiting_deletions, 0u);
+  }
+  CHECK(flushed > 0 && flushed_here == 0);
+  expect_equal(*store, oracle, 1000);
+  store.reset();  // also while a thread moves deletions
+}
+
 // A deletion during a put() of the key is the newer of the two: in get(), and in the changes of a scan.
 TEST(StoreFollow, ADeletionDuringAPutIsAChange) {
   auto inner = std::make_shared<MemFs>();
@@ -185,7 +215,7 @@ TEST(StoreFollow, ADeletionDuringAPutIsAChange) {
   auto fs = std::make_shared<FaultFs>(inner);
   auto store = SsdStore::open(fs, "/s/a", small_options());
   put_range(*store, 0, 1000);
-  auto scan = store->scan({}, true);
+  auto scan = store->follow({});
   const Oracle read = read_all(*scan);
   const std::vector<uint64_t> keys{3, 700};
   bool erased = false;
@@ -217,7 +247,7 @@ TEST(StoreFollow, LastBytesOfRows) {
   }
   store->put(keys.data(), kKeys, RowsIn{rows.data(), kRow});
   store->commit("");
-  auto scan = store->scan({}, true);
+  auto scan = store->follow({});
   constexpr size_t kSkip = kRow - 4;
   std::vector<uint64_t> found(kKeys + 1);
   std::vector<uint8_t> last(found.size() * 4);
@@ -225,32 +255,76 @@ TEST(StoreFollow, LastBytesOfRows) {
   for (size_t i = 0; i < kKeys; ++i) CHECK(std::memcmp(&last[i * 4], &rows[found[i] * kRow + kSkip], 4) == 0);
 }
 
-// The budget counts what a scan keeps, its read buffers and the changes; changes take only what is left of it.
+// A store with rows on disk and none in its write buffer, whose budget has memory left.
+std::unique_ptr<SsdStore> filled_store() {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  StoreOptions o = small_options();
+  o.background_merge = false;
+  auto store = SsdStore::open(fs, "/s", o);
+  put_range(*store, 0, kKeys);
+  store->commit("");
+  CHECK(store->stats().mem_spare > 100'000);
+  return store;
+}
+
+bool keeps_changes(SsdStore::Scan& scan) {
+  std::vector<uint64_t> keys(kKeys);
+  std::vector<uint8_t> rows(kKeys * kRow), deleted(kKeys);
+  const bool kept = scan.changed({}, kKeys, keys.data(), rows.data(), deleted.data()).has_value();
+  CHECK_EQ(kept, !scan.lost());
+  return kept;
+}
+
+// The budget counts what a scan keeps, its changes, and its read buffers until the last row was read.
 TEST(StoreFollow, MemoryOfScansCounts) {
-  for (const bool fits : {true, false}) {
-    auto fs = std::make_shared<MemFs>();
-    fs->make_dir("/s");
-    StoreOptions o = small_options();
-    o.background_merge = false;
-    auto store = SsdStore::open(fs, "/s", o);
-    std::vector<uint64_t> keys(kKeys);
-    std::vector<uint8_t> rows(kKeys * kRow);
-    for (size_t i = 0; i < kKeys; ++i) keys[i] = i;
-    store->put(keys.data(), kKeys, RowsIn{rows.data(), kRow});
-    store->commit("");
-    const StoreStats before = store->stats();
-    CHECK(before.mem_spare > 10'000);
-    auto scan = store->scan({}, true, fits ? 5000 : before.mem_spare);
-    const StoreStats during = store->stats();
-    CHECK(during.mem_buffers > before.mem_buffers + 5000);
-    CHECK(during.mem_spare < before.mem_spare);
-    store->erase(keys.data(), 10);
-    std::vector<uint8_t> deleted(10);
-    CHECK_EQ(scan->changed({}, 10, keys.data(), rows.data(), deleted.data()).has_value(), fits);
-    if (fits) CHECK(store->stats().mem_buffers > during.mem_buffers);
-    scan.reset();
-    CHECK(store->stats().mem_spare + 10'000 > before.mem_spare);
+  auto store = filled_store();
+  const StoreStats before = store->stats();
+  auto scan = store->follow({}, 5000, 3000);
+  const StoreStats begun = store->stats();
+  CHECK(begun.mem_buffers > before.mem_buffers + 8000);
+  CHECK(begun.mem_spare + 8000 < before.mem_spare);
+  CHECK_EQ(read_all(*scan).size(), kKeys);
+  const StoreStats read = store->stats();
+  CHECK(read.mem_buffers >= before.mem_buffers + 5000 && read.mem_buffers < before.mem_buffers + 5000 + 16'384);
+  CHECK(read.mem_buffers + 3000 < begun.mem_buffers);
+  put_range(*store, 0, 10);
+  CHECK(store->stats().mem_buffers >= read.mem_buffers + 10 * kRow);
+  CHECK(keeps_changes(*scan));
+  scan.reset();
+  CHECK(store->stats().mem_spare + 10'000 > before.mem_spare);
+}
+
+TEST(StoreFollow, AScanWithoutMemoryDoesNotBegin) {
+  auto store = filled_store();
+  const StoreStats before = store->stats();
+  CHECK(!store->follow({}, before.mem_spare));
+  CHECK(!store->follow({}, 0, before.mem_spare));
+  CHECK_EQ(store->stats().mem_buffers, before.mem_buffers);
+  CHECK(store->follow({}) != nullptr);
+}
+
+// Each of several scans alone would fit: together they take no more than the budget has left.
+TEST(StoreFollow, ScansShareTheMemory) {
+  auto store = filled_store();
+  const uint64_t spare = store->stats().mem_spare;
+  std::vector<std::unique_ptr<SsdStore::Scan>> scans;
+  while (auto scan = store->follow({}, spare / 16)) {
+    read_all(*scan);
+    scans.push_back(std::move(scan));
   }
+  CHECK(scans.size() >= 2 && scans.size() < 16);
+  std::vector<uint64_t> keys(kKeys);
+  for (uint64_t i = 0; i < kKeys; ++i) keys[i] = i;
+  size_t lost = 0;
+  for (size_t at = 0; at + 100 <= kKeys && lost == 0; at += 100) {
+    store->erase(&keys[at], 100);
+    lost = 0;
+    for (auto& scan : scans) lost += !keeps_changes(*scan);
+    const StoreStats now = store->stats();
+    CHECK(now.mem_total <= now.mem_budget);
+  }
+  CHECK(lost > 0 && lost < scans.size());  // the memory of one is enough for the others
 }
 
 }  // namespace

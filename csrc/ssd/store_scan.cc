@@ -1,5 +1,6 @@
 // Scans, counts and statistics of SsdStore, and the forwarding of its interface to Impl.
 #include <algorithm>
+#include <utility>
 
 #include "ssd/impl.h"
 
@@ -69,6 +70,7 @@ StoreStats SsdStore::Impl::stats() const {
     std::shared_lock lock(index_mutex_);
     s.epoch = epoch_;
     s.rows_in_base = index_.base_rows();
+    s.waiting_deletions = deletions_.size();
     s.rows_in_log = index_.log_rows() + buffer_.size() + deletions_.size();
     s.partitions = index_.size();
     s.log_bytes = index_.log_bytes();
@@ -158,7 +160,10 @@ class PartitionScan : public SsdStore::Scan {
         continue;
       }
       if (!cursor_) {
-        if (at_ == views_.size()) break;
+        if (at_ == views_.size()) {
+          if (followed_ && std::exchange(reading_, false)) impl_->end_reading(*followed_);
+          break;
+        }
         cursor_ = std::make_unique<PartitionCursor>(impl_->ctx, std::move(views_[at_++]), impl_->ctx.sizes.merge_bytes,
                                                     /*with_deleted=*/false, io_);
       }
@@ -178,6 +183,8 @@ class PartitionScan : public SsdStore::Scan {
     return impl_->changed(*followed_, part, max, keys, rows, deleted);
   }
 
+  bool lost() const override { return followed_ && followed_->lost; }
+
  private:
   std::shared_ptr<SsdStore::Impl> impl_;  // keeps the context alive after close()
   const std::shared_ptr<SsdStore::Impl::Followed> followed_;
@@ -186,6 +193,7 @@ class PartitionScan : public SsdStore::Scan {
   const std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>> buffered_;
   std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>>::const_iterator next_buffered_;
   size_t at_ = 0;
+  bool reading_ = true;
   std::unique_ptr<PartitionCursor> cursor_;
 };
 
@@ -201,12 +209,13 @@ uint64_t SsdStore::epoch() const { return impl_->epoch(); }
 std::string SsdStore::note() const { return impl_->note(); }
 std::vector<uint64_t> SsdStore::epochs() const { return impl_->epochs(); }
 void SsdStore::release(uint64_t epoch) { impl_->release(epoch); }
-std::unique_ptr<SsdStore::Scan> SsdStore::scan(KeyRange range, bool follow, uint64_t kept) {
-  if (follow) {
-    auto followed = std::make_shared<Impl::Followed>(impl_->ctx, range, kept);
-    Impl::RangeView view = impl_->view(followed);
-    return std::make_unique<PartitionScan>(impl_, std::move(view), std::move(followed));
-  }
+std::unique_ptr<SsdStore::Scan> SsdStore::follow(KeyRange range, uint64_t kept, uint64_t buffers) {
+  auto followed = std::make_shared<Impl::Followed>(impl_->ctx, range);
+  std::optional<Impl::RangeView> view = impl_->view(followed, kept, buffers);
+  if (!view) return nullptr;
+  return std::make_unique<PartitionScan>(impl_, std::move(*view), std::move(followed));
+}
+std::unique_ptr<SsdStore::Scan> SsdStore::scan(KeyRange range) {
   if (range.all()) return std::make_unique<PartitionScan>(impl_, Impl::RangeView{impl_->views(), {}});
   return std::make_unique<PartitionScan>(impl_, impl_->view(range));
 }

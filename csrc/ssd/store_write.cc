@@ -9,6 +9,12 @@ namespace thermocline {
 
 using namespace ssd;
 
+namespace {
+
+constexpr size_t kManyDeletions = 4;  // one of so many that may wait
+
+}  // namespace
+
 void SsdStore::Impl::put(const uint64_t* keys, size_t n, const RowsIn* rows) {
   auto life = alive();
   if (n == 0) return;
@@ -26,15 +32,32 @@ void SsdStore::Impl::erase(const uint64_t* keys, size_t n) {
     auto life = alive();
     require_writable();
     std::unique_lock lock(index_mutex_);
-    // Those that wait must fit into an empty buffer.
-    if (deletions_.size() + n <= std::min(deletions_.capacity(), buffer_.capacity())) {
+    const size_t most = std::min(deletions_.capacity(), buffer_.capacity());  // they must fit into an empty buffer
+    if (deletions_.size() + n <= most) {
       for (size_t i = 0; i < n; ++i) deletions_.set(keys[i], nullptr);
       follow(keys, n, nullptr);
       bytes_put_ += n * 8;
+      const bool many = deletions_.size() > most / kManyDeletions;
+      lock.unlock();
+      if (many) buffer_deletions();
       return;
     }
   }
   put(keys, n, nullptr);
+}
+
+void SsdStore::Impl::buffer_deletions() {
+  if (!options_.background_merge || buffering_.exchange(true)) return;
+  std::call_once(deletions_io_once_, [this] { deletions_io_ = std::make_unique<PreadPool>(1); });
+  deletions_io_->run([this] {
+    try {
+      auto life = alive();
+      begin_write();
+    } catch (const std::exception&) {
+      // Closed, or the next put() fails in the same way.
+    }
+    buffering_ = false;
+  });
 }
 
 std::unique_lock<std::mutex> SsdStore::Impl::begin_write() {

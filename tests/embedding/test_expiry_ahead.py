@@ -13,7 +13,6 @@ from helpers.online import DIM, fit, make_table, state_of, stream, train
 
 import thermocline as tc
 from thermocline.embedding.key_hash import KeyPart, hash_keys
-from thermocline.tiers import scan_ahead
 from thermocline.tiers.host_rows import HostRows
 from thermocline.tiers.ssd import FollowedScan, SsdStore
 
@@ -67,7 +66,7 @@ def test_a_step_reads_what_was_not_read_ahead(
         yield
 
     if limit == "memory":
-        monkeypatch.setattr(scan_ahead, "_MOST_BYTES", 0)
+        monkeypatch.setattr(SsdStore, "follow", lambda *_: None)
     elif limit == "changes":
         monkeypatch.setattr(FollowedScan, "changed", lambda *_: None)
     else:
@@ -88,6 +87,81 @@ def test_a_step_waits_for_the_scan(
 
     monkeypatch.setattr(FollowedScan, "rows", slow)
     assert fit(make_table("ssd", tmp_path, expiry=RULES[rule], lookahead=4), stream(STEPS), depth=3) == expected[rule]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_parts_of_a_lost_scan_are_read_again(
+    rule: str, expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many of the rows of a scan change that the store gives up their changes: another scan, not the step, reads
+    its parts."""
+    follow, scans = SsdStore.follow, list[FollowedScan]()
+
+    def followed(*arguments: Any) -> FollowedScan | None:
+        if (scan := follow(*arguments)) is not None:
+            scans.append(scan)
+        return scan
+
+    def scanned(*_: Any) -> Iterator[Any]:
+        raise AssertionError("a step has read the rows of its part")
+
+    def lost(scan: FollowedScan) -> bool:
+        return len(scans) % 2 == 1 and scan is scans[-1]
+
+    monkeypatch.setattr(SsdStore, "follow", followed)
+    monkeypatch.setattr(FollowedScan, "lost", property(lost))
+    table = make_table("ssd", tmp_path, expiry=RULES[rule])
+    expect = HostRows.expect_expiry
+
+    def expected_twice(self: HostRows, *arguments: Any) -> None:
+        for _ in range(2):
+            expect(self, *arguments)
+            for chunk in self._ahead._chunks:  # a step of training takes longer than these scans
+                chunk._reading.result()
+        expect(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostRows, "rows", scanned)
+        patched.setattr(HostRows, "expect_expiry", expected_twice)
+        trained(table)
+    assert state_of(table) == expected[rule]
+    assert len(scans) > 4
+
+
+@pytest.mark.parametrize(("every", "spread"), [(600, 500), (90, 90), (400, 3)])
+def test_a_scan_reads_several_parts(every: int, spread: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan of one part, step by step, would cost the memory and reads of a scan for each."""
+    follow, hashes = SsdStore.follow, list[tuple[int, int]]()
+
+    def followed(self: SsdStore, lo: int, hi: int, *bytes_: int) -> FollowedScan | None:
+        hashes.append((lo, hi))
+        return follow(self, lo, hi, *bytes_)
+
+    monkeypatch.setattr(SsdStore, "follow", followed)
+    rule = tc.Expiry(every=every, spread=spread, unused_steps=10**6)
+    table = make_table("ssd", tmp_path, statistics=["last_step"], expiry=rule)
+    bag = tc.EmbeddingBag(table, 1)
+    for _ in range(2 * every):
+        bag(tc.Batch.from_lists([[0]])).sum().backward()
+        table.step()
+    parts = [round((hi - lo + 1) * spread / 2**64) for lo, hi in hashes]
+    most = min(-(-min(128, every) // 8), spread)
+    assert {*parts} == {most, spread % most or most}
+    assert sum(parts) >= spread
+
+
+def test_steps_far_from_an_expiry_plan_no_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, asked = tc.Expiry.part_after, list[int]()
+
+    def planned(self: tc.Expiry, step: int) -> KeyPart | None:
+        asked.append(step)
+        return plan(self, step)
+
+    monkeypatch.setattr(tc.Expiry, "part_after", planned)
+    monkeypatch.setattr(SsdStore, "stats", None)
+    table = make_table("ssd", tmp_path, expiry=tc.Expiry(every=1000, spread=100, unused_steps=9))
+    trained(table)
+    assert asked == list(range(1, STEPS + 1))
 
 
 def test_rows_and_commits_between_the_scan_and_the_step(tmp_path: Path) -> None:

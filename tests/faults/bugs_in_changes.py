@@ -51,6 +51,27 @@ CHANGES = [
         "StoreFollow.ADeletionDuring",
     ),
     CppMutant(
+        "the buffers of a scan count until it is deleted",
+        "ssd/store_scan.cc",
+        "          if (followed_ && std::exchange(reading_, false)) impl_->end_reading(*followed_);\n",
+        "",
+        "StoreFollow.MemoryOfScans",
+    ),
+    CppMutant(
+        "scans together take more than the budget has left",
+        "ssd/store_follow.cc",
+        "    if (change_bytes() > room) {\n",
+        "    if (change_bytes() > ctx.scan_memory + room) {\n",
+        "StoreFollow.ScansShare",
+    ),
+    CppMutant(
+        "deletions wait for a put however many they are",
+        "ssd/store_write.cc",
+        "      if (many) buffer_deletions();\n",
+        "      (void)many;\n",
+        "StoreFollow.DeletionsAreBuffered",
+    ),
+    CppMutant(
         "changes are given although a part of the log is gone",
         "ssd/store_changes.cc",
         "  if (found.size() != needed) {\n",
@@ -154,6 +175,13 @@ CHANGES = [
         "      visit(shard_of(j), begin + j, shard_of(j).find(tag_of(j), keys[begin + j]));\n",
         "      visit(shard_of(j), begin + j, kNoSlot);\n",
         "DramTier.KeysWithEqualTags",
+    ),
+    CppMutant(
+        "a deletion waits for each shard in turn",
+        "dram/row_access.cc",
+        "    std::unique_lock lock(shards_[h].mutex, std::try_to_lock);\n",
+        "    std::unique_lock lock(shards_[h].mutex);\n",
+        "DramErase.OtherShards",
     ),
     CppMutant(
         "a deletion waits until no read is in progress",

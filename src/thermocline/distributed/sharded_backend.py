@@ -40,6 +40,7 @@ from thermocline.distributed.row_reduce import LIMBS, RowSum, from_limbs, take_r
 from thermocline.distributed.sharded_horizon import HintedRows, ShardedHorizon
 from thermocline.embedding.backend import Select, ShardBackend, ShardPins, TierSet, Unrecorded
 from thermocline.embedding.batch_plan import BagInputs, Gradient, ReducedGradients, working_set_of
+from thermocline.embedding.expiry import Expiry
 from thermocline.embedding.key_hash import KeyPart
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.row_statistics import StatisticsState
@@ -377,8 +378,8 @@ class ShardedBackend(Unrecorded):
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
         return self.local.rows(store, batch_rows)
 
-    def expect_expiry(self, store: SsdStore | None, coming: Sequence[KeyPart], *, weights: bool) -> None:
-        self.local.expect_expiry(store, coming, weights=weights)
+    def expect_expiry(self, store: SsdStore | None, expiry: Expiry, step: int) -> None:
+        self.local.expect_expiry(store, expiry, step)
 
     def expire(self, select: Select, store: SsdStore | None, part: KeyPart, *, weights: bool) -> Keys:
         """See `RowBackend.expire`: the rows that this rank owns. Batches are fetched after it, so none is open."""

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     import torch
 
     from thermocline.distributed.communicator import Groups
+    from thermocline.embedding.expiry import Expiry
     from thermocline.embedding.key_hash import KeyPart
     from thermocline.embedding.quant_scale import LearnedScale
     from thermocline.embedding.row_statistics import StatisticsState
@@ -337,8 +338,8 @@ class RowBackend(Protocol):
 
     # ---- durability and expiry; between steps
 
-    def expect_expiry(self, store: SsdStore | None, coming: Sequence[KeyPart], *, weights: bool) -> None:
-        """Begin to read rows of parts of the keys that `expire` is called for soon, in this order. A hint."""
+    def expect_expiry(self, store: SsdStore | None, expiry: Expiry, step: int) -> None:
+        """Begin to read rows that `expire` is called for after steps that follow `step`. A hint."""
 
     def expire(self, select: Select, store: SsdStore | None, part: KeyPart, *, weights: bool) -> Keys:
         """Delete the rows of this process that `select` chooses among those of `part`, in all tiers; return their keys.

@@ -23,8 +23,6 @@ from thermocline.embedding.row_statistics import RowStatistics, Statistic, Stati
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import require
 
-STEPS_AHEAD = 64
-"""Steps before the turn of a part at which its rows may be read."""
 _MOST_PARTS = 1000
 _ROWS_OF_PART = 10_000
 """Rows of `max_rows` and `min_rows` per part, at least: smaller parts would differ much in size."""
@@ -117,11 +115,12 @@ class Expiry:
         number = step % self.every
         return KeyPart(number, self.parts) if step >= self.every and number < self.parts else None
 
-    def parts_after(self, step: int, steps: int) -> Iterator[KeyPart]:
-        """Iterate over the parts that are tested after the next `steps` steps."""
-        for later in range(step + 1, step + steps + 1):
-            if (part := self.part_after(later)) is not None:
-                yield part
+    def next_turn(self, step: int) -> int:
+        """Return the first step, from this one on, after which a part is tested."""
+        if step < self.every:
+            return self.every
+        number = step % self.every
+        return step if number < self.parts else step - number + self.every
 
     @property
     def weights(self) -> bool:

@@ -19,7 +19,7 @@ import torch
 from thermocline.arrays import Floats, Keys, Rows
 from thermocline.embedding.backend import RowHorizon, Select, TierSet, Unrecorded
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, Pooling, ReducedGradients
-from thermocline.embedding.expiry import Selection
+from thermocline.embedding.expiry import Expiry, Selection
 from thermocline.embedding.key_hash import KeyPart
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.reference import ReferenceTable, sum_in_blocks
@@ -239,7 +239,7 @@ class ReferenceBackend(Unrecorded):
                 row[-1] = self.statistics.decays
         return words.view(np.float32)
 
-    def expect_expiry(self, store: SsdStore | None, coming: Sequence[KeyPart], *, weights: bool) -> None:
+    def expect_expiry(self, store: SsdStore | None, expiry: Expiry, step: int) -> None:
         """Nothing: rows are in memory."""
 
     def expire(self, select: Select, store: SsdStore | None, part: KeyPart, *, weights: bool) -> Keys:

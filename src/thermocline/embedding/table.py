@@ -17,7 +17,7 @@ from thermocline.embedding.admission import Admission
 from thermocline.embedding.backend import LocalBackend, RowBackend
 from thermocline.embedding.bag_registry import BagRegistry
 from thermocline.embedding.batch_table import BatchTable
-from thermocline.embedding.expiry import STEPS_AHEAD, Expired, Expiry, Selection
+from thermocline.embedding.expiry import Expired, Expiry, Selection
 from thermocline.embedding.initializers import Initial, Uniform
 from thermocline.embedding.key_hash import ALL_KEYS, KeyPart
 from thermocline.embedding.member_keys import Member
@@ -293,12 +293,11 @@ class Table(BatchTable):
 
     def expire_after_step(self) -> None:
         """Run the part of an expiry that follows step `step_count`. `step` does so, except while it is recorded."""
-        part = None if self.expiry is None else self.expiry.part_after(self.step_count)
-        if self.expiry is not None and part is not None:
+        if self.expiry is None:
+            return
+        if (part := self.expiry.part_after(self.step_count)) is not None:
             self._expire(self.expiry, part)
-        if self.expiry is not None:
-            coming = list(self.expiry.parts_after(self.step_count, STEPS_AHEAD))
-            self.backend.expect_expiry(self.checkpoint_store, coming, weights=self.expiry.weights)
+        self.backend.expect_expiry(self.checkpoint_store, self.expiry, self.step_count)
 
     def expire(self, expiry: Expiry) -> int:
         """Delete rows by the rules of `expiry` now, whatever its `every`; return their number. Between steps.

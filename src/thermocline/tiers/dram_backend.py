@@ -15,6 +15,7 @@ from thermocline.batch import WorkingSet
 from thermocline.core import core
 from thermocline.embedding.backend import KeyHorizon, Select, ShardPins, TierSet, Unrecorded
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients, working_set_of
+from thermocline.embedding.expiry import Expiry
 from thermocline.embedding.key_hash import KeyPart
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.row_statistics import StatisticsState, click_units, example_click_units
@@ -378,8 +379,8 @@ class DramBackend(Unrecorded):
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
         return self.host.rows(store, batch_rows)
 
-    def expect_expiry(self, store: SsdStore | None, coming: Sequence[KeyPart], *, weights: bool) -> None:
-        self.host.expect_expiry(store, coming, weights=weights)
+    def expect_expiry(self, store: SsdStore | None, expiry: Expiry, step: int) -> None:
+        self.host.expect_expiry(store, expiry, step)
 
     def expire(self, select: Select, store: SsdStore | None, part: KeyPart, *, weights: bool) -> Keys:
         return self.host.expire(select, store, part, self.caught_up, weights=weights)

@@ -20,6 +20,7 @@ from thermocline.arrays import Floats, Keys, Rows, as_keys
 from thermocline.batch import WorkingSet
 from thermocline.embedding.backend import Select, ShardPins, TierSet
 from thermocline.embedding.batch_plan import BagInput, BagInputs, Gradient, ReducedGradients, working_set_of
+from thermocline.embedding.expiry import Expiry
 from thermocline.embedding.key_hash import KeyPart
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.row_statistics import StatisticsState
@@ -343,8 +344,8 @@ class HbmBackend:
         self.write_back()
         yield from self.host.rows(store, batch_rows)
 
-    def expect_expiry(self, store: SsdStore | None, coming: Sequence[KeyPart], *, weights: bool) -> None:
-        self.host.expect_expiry(store, coming, weights=weights)
+    def expect_expiry(self, store: SsdStore | None, expiry: Expiry, step: int) -> None:
+        self.host.expect_expiry(store, expiry, step)
 
     def expire(self, select: Select, store: SsdStore | None, part: KeyPart, *, weights: bool) -> Keys:
         with self.hbm.exclusive():  # no window is planned meanwhile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from thermocline.arrays import Floats, Keys, Rows
 from thermocline.embedding.backend import Select
+from thermocline.embedding.expiry import Expiry
 from thermocline.embedding.key_hash import ALL_KEYS, KeyPart
 from thermocline.embedding.precision import parse_precision
 from thermocline.embedding.quant_scale import LearnedScale
@@ -162,11 +163,11 @@ class HostRows:
         for keys, rows in store.scan(batch_rows, part):
             yield keys, self.dram.decode(rows.view(np.float32))
 
-    def expect_expiry(self, store: SsdStore | None, coming: Sequence[KeyPart], *, weights: bool) -> None:
+    def expect_expiry(self, store: SsdStore | None, expiry: Expiry, step: int) -> None:
         """See `RowBackend.expect_expiry`."""
         store = self.store or store
         if store is not None:
-            self._ahead.expect(store, self.dram, coming, self._words(weights))
+            self._ahead.expect(store, self.dram, expiry, step, self._words(expiry.weights))
 
     def _words(self, weights: bool) -> slice:
         """Return the words of a stored row that an expiry needs: all, or the statistics if they can be told apart."""

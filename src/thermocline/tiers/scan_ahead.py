@@ -9,26 +9,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import numpy as np
 
 from thermocline.arrays import Floats, Keys, Mask
-from thermocline.embedding.expiry import STEPS_AHEAD
+from thermocline.embedding.expiry import Expiry
 from thermocline.embedding.key_hash import KeyPart, hash_keys
 from thermocline.errors import ThermoclineError
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.ssd import FollowedScan, SsdStore
 
-_MOST_BYTES = 32 << 20
-"""Memory of the rows that were read."""
+_STEPS_AHEAD = 128
+"""Steps before the turn of a part at which its rows may be read, if memory allows."""
 _SHARE_OF_SPARE = 4
-"""At most one of so many bytes that the budget of the store has left: changes and read buffers take others."""
+"""Rows that were read take one of so many bytes that the budget of the store has left: changes and read buffers take
+others."""
 _PIECE_BYTES = 1 << 20
 """Rows of one call of the store. Few calls: after each, the thread waits until others release the interpreter."""
-_CHUNKS = 4
-"""Scans that the parts ahead are divided among. Each reads a page per file of the log, and the base, at least."""
+_CHUNKS = 8
+"""Scans that the parts ahead are divided among. Each reads a page per file of the log, and the base, at least; its read
+buffers take several MB until it ends."""
 _READERS = 2
 """Scans that read at once."""
+_LOOKS = 4
+"""Steps between two looks at the memory of the store: a look may wait for a lock."""
 
 Piece = tuple[Keys, Floats]
 """Keys and decoded rows, or only the statistics of these rows."""
@@ -37,7 +42,10 @@ Piece = tuple[Keys, Floats]
 class _Chunk:
     """The rows of consecutive parts in the store, read by one scan."""
 
-    def __init__(self, store: SsdStore, dram: DramTier, parts: Sequence[KeyPart], words: slice, kept: int) -> None:
+    def __init__(
+        self, store: SsdStore, dram: DramTier, scan: FollowedScan, parts: Sequence[KeyPart], first: int, words: slice,
+        kept: int, threads: Executor,
+    ) -> None:  # fmt: skip
         self.store = store
         self.dram = dram
         self.words = words
@@ -45,24 +53,37 @@ class _Chunk:
         """Bytes of the rows, as estimated."""
         self.left = [*parts]
         """Parts that were not taken yet."""
+        self.last = first + len(parts) - 1
+        """The step that the last part follows."""
         self._parts = tuple(parts)
-        self._scan: FollowedScan | None = store.follow(parts[0].lo, parts[-1].hi, kept + 2 * _PIECE_BYTES)
+        self._scan: FollowedScan | None = scan
         self._rows: dict[KeyPart, Piece] = {}
         """Parts that were read, and not taken yet."""
         self._changed = threading.Condition()  # of _rows, or the end of the scan
         self._ended = self._stop = False
-        # No daemon: the end of the process waits for a scan, which is short, instead of cutting it off.
-        self._thread = threading.Thread(target=self._run, name="thermocline-expiry-scan")
-        self._thread.start()
+        self._reading = threads.submit(self._run)
+
+    @property
+    def first(self) -> int:
+        """The step that the first part left follows."""
+        return self.last - len(self.left) + 1
 
     @property
     def reading(self) -> bool:
         return not self._ended
 
-    def close(self) -> None:
-        """Stop reading."""
+    @property
+    def lost(self) -> bool:
+        """Whether the parts must be read again: too many of their rows have changed."""
+        return self._ended and self._scan is not None and self._scan.lost
+
+    def stop(self) -> None:
+        """Stop reading soon."""
         self._stop = True
-        self._thread.join()
+
+    def close(self) -> None:
+        """Free the memory, after `stop`."""
+        self._reading.result()
         self._scan = None
         self._rows.clear()
 
@@ -87,7 +108,7 @@ class _Chunk:
         ]
         done = 0
         for keys, rows in scan.rows(max(1, _PIECE_BYTES // (8 + row_bytes)), row_bytes):
-            if self._stop:
+            if self._stop or scan.lost:
                 return
             begins = np.append(np.searchsorted(hash_keys(keys), lows), len(keys))  # keys are in hash order
             last = int(np.searchsorted(begins[:-1], len(keys))) - 1
@@ -145,30 +166,49 @@ class ScanAhead:
 
     def __init__(self) -> None:
         self._chunks: list[_Chunk] = []
+        self._threads = _threads()
+        self._checked = 0
+        """The step of the last look at the memory of the store."""
 
-    def expect(self, store: SsdStore, dram: DramTier, coming: Sequence[KeyPart], words: slice) -> None:
-        """Begin to read parts whose turns come in this order, in steps soon.
+    def expect(self, store: SsdStore, dram: DramTier, expiry: Expiry, step: int, words: slice) -> None:
+        """Begin to read parts that follow the steps after `step`, if it is time.
 
         words   the last ones of a stored row that are needed
         """
-        known = {part for chunk in self._chunks for part in chunk.left}
-        first = next((i for i, part in enumerate(coming) if part not in known), len(coming))
-        soon = {*coming[:first]}
+        most = min(_STEPS_AHEAD, expiry.every)  # so each part is read once at a time
         self._drop([
-            chunk for chunk in self._chunks if not _fits(chunk, store, dram, words) or soon.isdisjoint(chunk.left)
+            chunk for chunk in self._chunks
+            if not _fits(chunk, store, dram, words)
+            or not (chunk.left and step < chunk.last <= step + most) or chunk.lost
         ])  # fmt: skip
-        if first == len(coming) or sum(chunk.reading for chunk in self._chunks) >= _READERS:
+        first = self._first_unread(expiry, step)
+        if first + _chunk_of(most) > step + most + 1 or sum(chunk.reading for chunk in self._chunks) >= _READERS:
             return
+        if self._checked < step < self._checked + _LOOKS and first > step + _LOOKS:
+            return
+        self._checked = step
         stats = store.stats()
-        of_part = max(1, (stats.rows_in_base + stats.rows_in_log) // coming[first].parts)
+        of_part = max(1, (stats.rows_in_base + stats.rows_in_log) // expiry.parts)
         of_part *= 8 + _bytes_of(store.row_bytes, words)
         kept = sum(chunk.kept for chunk in self._chunks)
-        ahead = min(STEPS_AHEAD, _MOST_BYTES // of_part, (stats.mem_spare + kept) // _SHARE_OF_SPARE // of_part)
-        if first >= ahead:  # parts that fit
+        ahead = min(most, (stats.mem_spare + kept) // _SHARE_OF_SPARE // of_part)
+        end = min([first + max(1, _chunk_of(ahead)), *(chunk.first for chunk in self._chunks if chunk.first > first)])
+        parts = [part for part in map(expiry.part_after, range(first, end)) if part is not None]
+        parts = parts[: parts[0].parts - parts[0].number]  # of one expiry
+        if first + len(parts) - 1 > step + ahead:  # they do not fit yet
             return
-        parts = [part for i, part in enumerate(coming[first : first + -(-ahead // _CHUNKS)])
-                 if part == KeyPart(coming[first].number + i, coming[first].parts)]  # fmt: skip
-        self._chunks.append(_Chunk(store, dram, parts, words, len(parts) * of_part))
+        kept = len(parts) * of_part
+        scan = store.follow(parts[0].lo, parts[-1].hi, kept, 2 * _PIECE_BYTES)
+        if scan is not None:
+            self._chunks.append(_Chunk(store, dram, scan, parts, first, words, kept, self._threads))
+
+    def _first_unread(self, expiry: Expiry, step: int) -> int:
+        """Return the first step after `step` that a part follows which no chunk has."""
+        first = expiry.next_turn(step + 1)
+        for chunk in sorted(self._chunks, key=lambda chunk: chunk.first):
+            if chunk.first <= first <= chunk.last:
+                first = expiry.next_turn(chunk.last + 1)
+        return first
 
     def take(self, store: SsdStore, dram: DramTier, part: KeyPart, words: slice) -> tuple[list[Piece], Keys] | None:
         """See `_Chunk.take`; None also if the part was not expected."""
@@ -179,12 +219,28 @@ class ScanAhead:
 
     def close(self) -> None:
         """Forget what was read."""
-        self._drop(list(self._chunks))
+        for chunk in self._chunks:
+            chunk.stop()
+            chunk.close()
+        self._chunks.clear()
+        self._threads.shutdown()
+        self._threads = _threads()
 
     def _drop(self, chunks: Sequence[_Chunk]) -> None:
+        """Forget chunks. Their memory is freed by the threads: that can take longer than a step."""
         for chunk in chunks:
             self._chunks.remove(chunk)
-            chunk.close()
+            chunk.stop()
+            self._threads.submit(chunk.close)
+
+
+def _threads() -> ThreadPoolExecutor:
+    # Threads that stay: the start of one waits until it runs.
+    return ThreadPoolExecutor(_READERS, "thermocline-expiry-scan")
+
+
+def _chunk_of(ahead: int) -> int:
+    return -(-ahead // _CHUNKS)
 
 
 def _fits(chunk: _Chunk, store: SsdStore, dram: DramTier, words: slice) -> bool:

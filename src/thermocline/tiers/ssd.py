@@ -271,14 +271,17 @@ class SsdStore:
         """
         if batch_rows <= 0:
             raise ValueError(f"batch_rows is {batch_rows}: it must be at least 1")
-        return _batches(self._core.scan(part.lo, part.hi, follow=False), batch_rows, self._row_bytes)
+        return _batches(self._core.scan(part.lo, part.hi), batch_rows, self._row_bytes)
 
-    def follow(self, lo: int, hi: int, kept: int = 0) -> FollowedScan:
+    def follow(self, lo: int, hi: int, kept: int = 0, buffers: int = 0) -> FollowedScan | None:
         """Begin a scan of the keys with hashes from `lo` to `hi`, of the rows as of now, and keep track of changes.
 
-        kept   bytes of what the caller keeps of it: counted in the memory of the store as long as the scan exists
+        kept      bytes of what the caller keeps of it: counted in the memory of the store as long as the scan exists
+        buffers   further bytes, until all rows were read
+        All such scans share `SsdStats.mem_spare`. None: this one needs more than half of what is left of it.
         """
-        return FollowedScan(self._core.scan(lo, hi, follow=True, kept=kept), self._row_bytes)
+        scan = self._core.follow(lo, hi, kept, buffers)
+        return None if scan is None else FollowedScan(scan, self._row_bytes)
 
     def position(self) -> str:
         """Return a text that identifies the rows put so far, for `changes`."""
@@ -432,12 +435,17 @@ class FollowedScan:
         """Iterate over the rows as of the begin of the scan, or the last bytes of each, in hash order. Once."""
         return _batches(self._scan, batch_rows, self.row_bytes if last_bytes is None else last_bytes)
 
+    @property
+    def lost(self) -> bool:
+        """Whether so many rows have changed that memory was short: `changed` returns None from now on."""
+        return self._scan.lost
+
     def changed(self, part: KeyPart) -> tuple[Keys, Rows, npt.NDArray[np.bool_]] | None:
         """Return the keys of a part of the scanned ones that were put or deleted since the scan began, each once.
 
         Returns (keys, newest rows, deleted); the rows of deleted keys are undefined. None: too many rows have changed.
         """
-        room = 256
+        room = 1024
         while True:
             keys, deleted = np.empty(room, np.uint64), np.empty(room, np.bool_)
             rows = np.empty((room, self.row_bytes), np.uint8)
