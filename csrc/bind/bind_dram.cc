@@ -98,10 +98,15 @@ auto part_keys(const HorizonPart& self) {
   return to_numpy(std::move(keys), self.keys().size());
 }
 
-void horizon_load_part(Horizon& self, HorizonPart& part, std::optional<BytesArg> skip) {
-  require(!skip || skip->size() == part.keys().size(), "load_part: skip and keys differ in length");
+void horizon_skip(Horizon& self, HorizonPart& part, BytesArg skipped) {
+  require(skipped.size() == part.keys().size(), "skip: skipped and keys differ in length");
   nb::gil_scoped_release release;
-  self.load_part(part, skip ? skip->data() : nullptr);
+  self.skip(part, skipped.data());
+}
+
+size_t horizon_adopt(Horizon& self, KeysArg keys) {
+  nb::gil_scoped_release release;
+  return self.adopt(keys.data(), keys.size());
 }
 
 // Returns (ids,), or (ids, keys, inverse, starts, order).
@@ -318,7 +323,9 @@ void bind_dram(nb::module_& m) {
       .def("add", &horizon_add, "ids"_a.noconvert(), nb::rv_policy::take_ownership, nb::keep_alive<0, 1>())
       .def("next_part", &horizon_next_part, "max"_a, "partitions"_a, nb::rv_policy::take_ownership,
            nb::keep_alive<0, 1>())
-      .def("load_part", &horizon_load_part, "part"_a, "skip"_a.noconvert().none() = nb::none())
+      .def("skip", &horizon_skip, "part"_a, "skipped"_a.noconvert())
+      .def("load_part", &Horizon::load_part, "part"_a, unlocked)
+      .def("adopt", &horizon_adopt, "keys"_a.noconvert())
       .def("drop", &Horizon::drop, unlocked)
       .def_prop_ro("unique", &Horizon::unique)
       .def_prop_ro("absent", &Horizon::absent)
@@ -329,14 +336,15 @@ void bind_dram(nb::module_& m) {
       .def_prop_ro("bytes", &Horizon::bytes)
       .def_prop_ro("partitions", &Horizon::partitions)
       .def_ro_static("SCRATCH_BYTES", &Horizon::kScratchBytes)
-      .def_ro_static("PART_BYTES", &Horizon::kPartBytes);
+      .def_ro_static("PART_BYTES", &Horizon::kPartBytes)
+      .def_ro_static("PINNED_SHARE", &Horizon::kPinnedShare);
   nb::class_<HorizonPart>(m, "HorizonPart")
       .def("__len__", [](const HorizonPart& self) { return self.keys().size(); })
       .def("keys", &part_keys);
   nb::class_<HorizonBatch>(m, "HorizonBatch")
       .def("expand", &horizon_expand, "working_set"_a)
       .def("keys", &horizon_keys)
-      .def("release", &HorizonBatch::release, unlocked)
+      .def("release", &HorizonBatch::release, "moved_up"_a = false, unlocked)
       .def_prop_ro("unique", &HorizonBatch::unique)
       .def_prop_ro("to_visit", &HorizonBatch::to_visit)
       .def_prop_ro("bytes", &HorizonBatch::bytes);

@@ -91,6 +91,9 @@ class DramTier {
   // row that the store does not have, and sets its slot to kNoSlot.
   enum class Purpose : uint8_t { kBatch, kAheadOfPull, kAheadOfRead };
   void pull(const uint64_t* keys, size_t n, uint32_t* slots, Purpose purpose = Purpose::kBatch);
+  // Pins the rows of `keys` that are resident; sets the slots of the others to kNoSlot. Returns the number of pins.
+  // Never blocks on the store, and counts nothing in TierStats.
+  size_t pin_if_resident(const uint64_t* keys, size_t n, uint32_t* slots);
   // Releases one pin per slot. `dirty`: the rows were changed. `keys` (the keys the slots were pulled for) may be null;
   // passing them is faster. `batches`: of a look-ahead, see Shard::unpin(). Never blocks on the store.
   void unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t* keys = nullptr,

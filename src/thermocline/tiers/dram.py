@@ -50,6 +50,9 @@ class Hint(Protocol):
     def drop(self) -> bool:
         """Unpin all rows, and wait until a load in progress has unpinned its own. Return False if called before."""
 
+    def adopt(self, keys: Keys) -> None:
+        """Pin the rows of unique keys that will be needed: the tier above no longer has them."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DramStats:
@@ -351,9 +354,16 @@ class DramTier:
 
     def drop_hints(self) -> bool:
         """Unpin all rows that are pinned as a hint. Return whether there may have been any. Thread-safe."""
-        hints = [hint for ref in list(self.hints.values()) if (hint := ref()) is not None]
-        dropped = [hint.drop() for hint in hints]
+        dropped = [hint.drop() for hint in self._live_hints()]
         return any(dropped)
+
+    def adopt(self, keys: Keys) -> None:
+        """Pin rows that the tier above has returned, or evicted unchanged, if a hint needs them. Thread-safe."""
+        for hint in self._live_hints():
+            hint.adopt(keys)
+
+    def _live_hints(self) -> list[Hint]:
+        return [hint for ref in list(self.hints.values()) if (hint := ref()) is not None]
 
     def read(self, keys: Any, *, out: Any = None) -> Floats:
         """Return float32[n, dim + state]. A key without a row gives its initial row.

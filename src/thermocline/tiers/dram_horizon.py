@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from thermocline.arrays import Keys
 from thermocline.batch import WorkingSet
@@ -36,8 +35,6 @@ _PARTS_SHARE = 1 / 16
 _LEAST_KEYS = 16
 _ROWS_SHARE = 7 / 8
 """Share of the tier that the rows of a horizon may fill, also those that are not loaded yet."""
-_PINNED_SHARE = 15 / 16
-"""Share of the tier that may be pinned; the rest is for rows that batches in flight pull themselves."""
 
 
 _READ_COST, _PAGE_COST = 10.0, 2.0
@@ -111,8 +108,13 @@ class DramBatchAhead:
     def to_visit(self) -> float:
         return self.core.to_visit
 
-    def release(self) -> None:
-        self.core.release()
+    def release(self, *, moved_up: bool = False) -> None:
+        """See `BatchAhead`.
+
+        moved_up   the tier above has the rows of the batch: those that later batches use are unpinned, too, until they
+                   return (`DramHorizon.adopt`)
+        """
+        self.core.release(moved_up)
 
     @property
     def bytes(self) -> int:
@@ -138,6 +140,7 @@ class DramHorizon:
         self._dedup = training and above is None
         self._sweeping = threading.Lock()  # held by `load`: over ranks two threads call it
         self._loading = threading.Lock()  # held while a part is loaded, in a tier that loads one at a time
+        self._adopting = threading.Lock()  # held while returned rows are pinned
         self._lock = threading.Lock()  # protects `_loads` and `_dropped`
         self._loads: deque[_Load] = deque()
         self._parts = max(_LEAST_PARTS, dram.core.calls_at_once // 2)
@@ -185,9 +188,8 @@ class DramHorizon:
         if len(part) == 0:
             return False
         # Without the lock: the tier above may wait for a write-back, which may wait in `drop`.
-        skip = None
         if self._above is not None:
-            skip = self._above.resident(part.keys())
+            self._core.skip(part, self._above.resident(part.keys()))
             # Rows on their way down are in neither tier: to load them would read old rows, and their write-back would
             # wait until the whole part is read.
             self._above.wait_for_write_back()
@@ -196,7 +198,7 @@ class DramHorizon:
                 f"look-ahead: {self._dram.pinned} rows of {self._dram.capacity} are pinned: "
                 "rows are loaded as others are released"
             )
-        load = functools.partial(self._load_part, part, skip)
+        load = functools.partial(self._load_part, part)
         if not self._behind:
             with self._loading:
                 load()
@@ -209,13 +211,13 @@ class DramHorizon:
             thread.start()
         return True
 
-    def _load_part(self, part: core.HorizonPart, skip: npt.NDArray[np.uint8] | None) -> None:
+    def _load_part(self, part: core.HorizonPart) -> None:
         if not self._dropped:
-            self._core.load_part(part, skip)
+            self._core.load_part(part)
 
     def _fits(self, keys: int) -> bool:
         loading = sum(load.keys for load in tuple(self._loads))
-        return self._dram.pinned + loading + keys <= self._dram.capacity * _PINNED_SHARE
+        return self._dram.pinned + loading + keys <= self._dram.capacity * core.Horizon.PINNED_SHARE
 
     def _wait(self, most: int) -> bool:
         """Wait until at most this many parts are loading, and raise their errors. False: none has ended."""
@@ -234,13 +236,18 @@ class DramHorizon:
                 return ended
             left[0].join()
 
+    def adopt(self, keys: Keys) -> None:
+        """See `Hint`."""
+        with self._adopting:
+            self._core.adopt(keys)
+
     def drop(self) -> bool:
         with self._lock:
             first, self._dropped = not self._dropped, True
             loads = list(self._loads)
         self._dram.hints.pop(id(self), None)
         self._core.drop()
-        with self._loading:  # a part that is being loaded is unpinned at its end
+        with self._loading, self._adopting:  # what is being loaded or adopted is unpinned at its end
             pass
         _join_all(loads)
         return first

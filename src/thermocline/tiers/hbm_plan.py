@@ -290,7 +290,8 @@ class HbmWindow:
             pins.release()
         self.release_ahead()
 
-    def release_ahead(self) -> None:
+    def release_ahead(self, *, loaded: bool = False) -> None:
+        """End the batches of the look-ahead. `loaded`: HBM has their rows."""
         ahead, self.ahead = self.ahead, ()
         for batch in ahead:
-            batch.release()
+            batch.release(moved_up=loaded)

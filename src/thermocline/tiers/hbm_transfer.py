@@ -4,7 +4,8 @@ Order of one window, whose slots were planned on the planning stream of `HbmTier
 
 1. `enqueue` (planning thread) copies the evicted rows into page-locked memory on the *out* stream, after training's
    last use of them, and queues the load of the missing rows.
-2. The write-back thread waits for that copy and pushes the changed rows into the DRAM tier.
+2. The write-back thread waits for that copy and pushes the changed rows into the DRAM tier, where a look-ahead pins
+   those that it needs.
 3. `load` (any thread, in the order of the plans) waits for the write-back of all earlier plans, reads the missing rows
    from the DRAM tier into page-locked memory and copies them into their slots on the *in* stream.
 
@@ -151,6 +152,7 @@ class RowTransfer:
                 changed = dirty.numpy().astype(bool)
                 some = slice(None) if changed.all() else changed
                 self.write_back(keys.numpy()[some], rows.numpy()[some], None if known is None else known[some])
+                self.dram.adopt(as_uint64(keys))
             except BaseException as error:  # now: only the last write-back is waited for, and it may succeed
                 self.record_failure(error)
                 raise
