@@ -256,7 +256,7 @@ def test_readme_config_trains_hashed_and_quantized(ads_folder: Path) -> None:
 def run_program(text: str) -> dict[str, Any]:
     """Run a documented program on fewer examples; return its variables."""
     names: dict[str, Any] = {}
-    exec(text.replace("examples=100_000", "examples=53_248").replace("keys=1_000_000", "keys=50_000"), names)
+    exec(re.sub("examples=10[02]_[04]00", "examples=53_248", text).replace("keys=1_000_000", "keys=50_000"), names)
     return names
 
 

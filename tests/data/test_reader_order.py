@@ -8,6 +8,7 @@ import itertools
 import json
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,30 @@ def test_result_does_not_depend_on_threads(tmp_path: Path, kind: str) -> None:
         runs = [reader(tmp_path, kind, shuffle=shuffle, threads=threads) for threads in (1, 2, 7)]
         results = [[contents(batch) for batch in run] for run in runs]
         assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_shards_of_one_small_file_have_nearly_equal_sizes(tmp_path: Path, count: int) -> None:
+    """A file of 1.1 blocks of the default size must not be divided 10:1."""
+    lines = "".join(f"{n % 2},{n},value-{n % 977}\n" for n in range(60_000))
+    path = tmp_path / "a.csv"
+    path.write_text("label,number,name\n" + lines)
+    assert path.stat().st_size > 1 << 20
+    shards = [tc.Reader(path, batch_size=512, shard=(number, count)) for number in range(count)]
+    sizes = [sum(batch.examples for batch in shard) for shard in shards]
+    assert sum(sizes) == 60_000
+    assert max(sizes) < 1.2 * min(sizes)
+
+
+def test_uneven_shards_give_a_warning(tmp_path: Path) -> None:
+    table = pa.table({"label": [0.0, 1.0] * 300, "name": [f"n{n % 7}" for n in range(600)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=200)
+    with pytest.warns(UserWarning, match=r"^3 blocks for 2 shards: some have 2 and others 1, so that ranks train on"):
+        tc.Reader(tmp_path / "a.parquet", batch_size=16, shard=(0, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tc.Reader(tmp_path / "a.parquet", batch_size=16, shard=(1, 2))  # rank 0 has said so
+        tc.Reader(tmp_path / "a.parquet", batch_size=16, shard=(0, 3))
 
 
 def test_resuming_with_another_batch_size(tmp_path: Path) -> None:

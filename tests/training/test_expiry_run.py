@@ -68,6 +68,8 @@ def test_metrics_display_and_resume(tmp_path: Path) -> None:
     assert sum(figures["rows"] for figures in expired) == whole.expired.rows
     assert expired[-1]["kept"] == whole.expired.last_kept == sum(len(keys) for keys, _ in whole.rows())
     assert f"expired: {expired[-1]['rows']} rows deleted, {expired[-1]['kept']} kept" in text.getvalue()
+    assert "kept" not in expired[0]
+    assert "expired: 0 rows deleted  " in text.getvalue()  # no expiry has ended: what it keeps is not known
     fit(tmp_path / "parts", 9, False).close()  # ends between two expiries
     resumed = fit(tmp_path / "parts", 20, True)
     assert bits(resumed.read(KEYS)) == bits(whole.read(KEYS))

@@ -334,6 +334,8 @@ def test_missing_or_exhausted_validation_data_raises(tmp_path: Path) -> None:
     world = World(None)
     with pytest.raises(ValueError, match="patience needs validation data"):
         trainer_of(world, tmp_path, patience=1).fit(TRAIN)
+    with pytest.raises(ValueError, match="valid_every needs validation data"):
+        trainer_of(world, tmp_path, valid_every=1).fit(TRAIN)
     with pytest.raises(ValueError, match="evaluation data has no batches: a generator can be iterated only once"):
         trainer_of(world, epochs=2).fit(TRAIN, iter(VALID))
     world.close()

@@ -54,7 +54,7 @@ def plan(
 ) -> None:
     """Predict the time of a step by stage, and the limiting resource, for this machine or a cluster.
 
-    Other settings are those of the config, [dist] included. --set changes them, also for a preset: --set
+    Other settings, those of dist too, are those of the config. --set changes them, also for a preset: --set
     train.pull_window=30, --set dist.hops=flat, --set dist.dense_sync.every=20, --set tiers.device=cpu.
     """
     with one_line(debug):

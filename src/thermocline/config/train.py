@@ -89,3 +89,8 @@ class TrainConfig:
         if self.patience is not None:
             return "patience"
         return "plateau_factor" if self.plateau_factor < 1 else None
+
+    @property
+    def expects_validation(self) -> str | None:
+        """Name of the first setting that has no effect without validation data, or None."""
+        return self.needs_validation or (None if self.valid_every is None else "valid_every")

@@ -59,6 +59,9 @@ _ONLY_IN = {
 }
 _HEAD = 1 << 18  # bytes of text read for the header and a sample of lines
 _BLOCK_BYTES, _REMOTE_BLOCK_BYTES = 1 << 20, 1 << 23  # remote requests have a high latency
+_LEAST_BLOCK_BYTES = 1 << 14
+_BLOCKS_PER_SHARD = 16
+"""Least number of blocks of text per shard, unless blocks become too short: shards have nearly equal sizes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,13 +84,16 @@ def open_files(
     features: Features | None,
     labelled: bool | None,
     block_bytes: int | None,
+    shards: int = 1,
     carry: Sequence[str] = (),
 ) -> OpenedFiles:
     """Open files for reading.
 
     features     features of the training data; None means that these files are the training data
     labelled     False sets labels to 0 without reading them; None reads them if the files have them
-    block_bytes  text bytes that one thread parses at a time; None means 1 MiB, or 8 MiB for remote files
+    block_bytes  text bytes that one thread parses at a time; None means 1 MiB, or 8 MiB for remote files, and less
+                 where the shards would have fewer than 16 blocks
+    shards       number of parts that the blocks are divided into
     carry        columns whose values the blocks have, too
     """
     sources = find_files(paths)
@@ -97,6 +103,9 @@ def open_files(
     _check_options(data, format)
     if block_bytes is None:
         block_bytes = _REMOTE_BLOCK_BYTES if any(source.remote for source in sources) else _BLOCK_BYTES
+        if shards > 1:
+            share = sum(source.size for source in sources) // (shards * _BLOCKS_PER_SHARD)
+            block_bytes = min(block_bytes, max(share, _LEAST_BLOCK_BYTES))
     partitions = next((source.partitions for source in sources if source.partitions), None)
     if partitions and format not in ("csv", *_COLUMNAR):
         name = next(iter(partitions))

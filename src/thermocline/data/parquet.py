@@ -27,7 +27,7 @@ from thermocline.data.arrow_keys import (
 from thermocline.data.column_checks import SAMPLE_ROWS, times_as_keys
 from thermocline.data.features import KEY_ROLES, Column, transform
 from thermocline.data.files import Source, file_errors
-from thermocline.data.text_blocks import Block, InputSplit, Malformed, Piece, threshold_labels
+from thermocline.data.text_blocks import SKIP_ADVICE, Block, InputSplit, Malformed, Piece, threshold_labels
 from thermocline.errors import DataError
 
 Cause = tuple[Mask, Callable[[int], str]]
@@ -177,7 +177,7 @@ class ParquetBlocks:
             bad = np.logical_or.reduce([mask for mask, _ in causes])
             first_malformed, malformed = self._malformed(split, first_row, causes, bad), int(bad.sum())
             if self._data.on_error == "raise":
-                raise DataError(str(first_malformed[0]))
+                raise DataError(f"{first_malformed[0]}{SKIP_ADVICE}")
             import pyarrow as pa
 
             table = table.filter(pa.array(~bad))

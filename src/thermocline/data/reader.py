@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import math
 import os
+import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -106,7 +107,8 @@ class Reader(FeatureCounts):
         features     `features` of the reader of the training data: same fields and statistics. None means the features
                      of data.train if `paths` are other files, else those of `paths`
         labelled     False sets labels to 0 without reading them; None reads them if the files have them
-        block_bytes  text bytes that one thread parses at a time; None means 1 MiB, or 8 MiB for remote files
+        block_bytes  text bytes that one thread parses at a time; None means 1 MiB, or 8 MiB for remote files, and less
+                     where the shards would have fewer than 16 blocks
         tensors      return labels and dense features as torch tensors; False returns NumPy arrays
         contiguous   shards are consecutive parts of the files, so that all shards in order are the files in order. A
                      compressed file is then read by one shard, and a shard may be empty
@@ -127,8 +129,9 @@ class Reader(FeatureCounts):
             features = open_files(settings.train, settings, features=None, labelled=True, block_bytes=None).features
         self.carry = tuple(carry)
         opened = open_files(
-            names, settings, features=features, labelled=labelled, block_bytes=block_bytes, carry=self.carry
-        )
+            names, settings, features=features, labelled=labelled, block_bytes=block_bytes, shards=self.shard[1],
+            carry=self.carry,
+        )  # fmt: skip
         self.format = opened.format
         self.features = opened.features
         """Fields, dense features and statistics: pass them to the readers of other data."""
@@ -145,6 +148,8 @@ class Reader(FeatureCounts):
                 f"{len(opened.blocks)} blocks for {self.shard[1]} shards: each shard needs at least one block; use "
                 "fewer shards, a smaller block_bytes (text) or smaller row groups (Parquet) or record batches (Arrow)"
             )
+        if not sequential and not contiguous:
+            _warn_of_uneven_shards(len(opened.blocks), self.shard)
         self._identity = {  # stored in positions, and so in checkpoints: keep the names
             "reader": "files",
             "files": _files_digest(opened.sources),
@@ -382,6 +387,19 @@ def _files_digest(sources: Sequence[Source]) -> str:
     for source in sources:
         digest.update(f"{os.path.basename(source.path)}\0{source.size}\n".encode())
     return f"{len(sources)} files, {sum(source.size for source in sources)} bytes, {digest.hexdigest()}"
+
+
+def _warn_of_uneven_shards(blocks: int, shard: tuple[int, int]) -> None:
+    """Warn once per job if some shards have a quarter more blocks than others."""
+    number, count = shard
+    least, most = blocks // count, -(-blocks // count)
+    if number == 0 and most > 1.25 * least:
+        warnings.warn(
+            f"{blocks} blocks for {count} shards: some have {most} and others {least}, so that ranks train on unequal "
+            "numbers of examples, and running statistics of batch norm suffer; use smaller row groups (Parquet), "
+            "record batches (Arrow) or block_bytes (text), or fewer ranks",
+            stacklevel=4,
+        )
 
 
 def _check_arguments(batch_size: int, seed: int, shard: tuple[int, int], block_bytes: int | None) -> None:

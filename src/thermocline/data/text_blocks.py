@@ -41,6 +41,9 @@ class InputSplit:
     """Text: end of the byte range in which its lines begin."""
 
 
+SKIP_ADVICE = '; data.on_error = "skip" skips such examples'
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Malformed:
     """A malformed line or row."""
@@ -255,7 +258,7 @@ class TextBlocks:
             raise DataError(f"{split.source.name}: {error}") from None
         first_malformed = tuple(Malformed(split.source, line, cause, begin) for line, cause in errors)
         if first_malformed and not skip:
-            raise DataError(str(first_malformed[0]))
+            raise DataError(f"{first_malformed[0]}{SKIP_ADVICE}")
         if not self._labelled:
             examples[4][:] = 0
         threshold_labels(examples[4], self._data)

@@ -160,8 +160,8 @@ class Expired:
     """Rows deleted in all."""
     last_rows: int = 0
     """Rows deleted by the last expiry that this process has run from begin to end."""
-    last_kept: int = 0
-    """Rows that this expiry has tested and kept."""
+    last_kept: int | None = None
+    """Rows that this expiry has tested and kept; None: there was none."""
     seconds: float = 0.0
     """Time of all expiries."""
     _parts: list[tuple[int, int]] = dataclasses.field(default_factory=list, repr=False)

@@ -164,7 +164,8 @@ class Display(Callback):
         if row["lookahead"] is not None:
             parts.append(f"ahead: {_ahead_text(row['lookahead'])}")
         for name, expired in row.get("expired", {}).items():
-            parts.append(f"{name if named else 'expired'}: {expired['rows']:,} rows deleted, {expired['kept']:,} kept")
+            kept = f", {expired['kept']:,} kept" if "kept" in expired else ""  # known since a whole expiry
+            parts.append(f"{name if named else 'expired'}: {expired['rows']:,} rows deleted{kept}")
         if row["damaged_partitions"]:
             parts.append(_damage_text(row))
         if left := self._left(trainer):

@@ -275,7 +275,7 @@ class Run:
             return fields, len(self.features.dense)
         if not has_split(data, "train"):
             raise ConfigError("data.train is missing: it must name at least one file")
-        setting = self.config.train.needs_validation
+        setting = self.config.train.expects_validation
         if setting and not has_split(data, "valid"):
             key = "data.synth.valid_examples" if data.format == "synth" else "data.valid"
             raise ConfigError(f"train.{setting} needs validation data: set {key}")

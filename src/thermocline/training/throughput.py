@@ -234,7 +234,8 @@ class ThroughputMeter:
         """Rows of this rank that expiry deleted since the last log, and its seconds; rows after the last expiry."""
         rows, seconds = self._expired[table.name]
         now = table.expired
-        return {"rows": now.rows - rows, "kept": now.last_kept, "seconds": now.seconds - seconds}
+        kept = {} if now.last_kept is None else {"kept": now.last_kept}
+        return {"rows": now.rows - rows, **kept, "seconds": now.seconds - seconds}
 
     def _admission_figures(self, table: Table) -> dict[str, int]:
         """Keys and occurrences since the last log, and memory in bytes, of one table."""

@@ -144,8 +144,8 @@ class Trainer:
 
         Ctrl-C and SIGTERM finish the step, save, and end the run; a second Ctrl-C ends it immediately.
         """
-        if self.config.needs_validation and valid is None:
-            raise ValueError(f"TrainConfig.{self.config.needs_validation} needs validation data: fit(train, valid)")
+        if self.config.expects_validation and valid is None:
+            raise ValueError(f"TrainConfig.{self.config.expects_validation} needs validation data: fit(train, valid)")
         self._start(train, resume)
         examples_before = self.progress.examples
         try:
