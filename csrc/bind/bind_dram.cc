@@ -169,12 +169,18 @@ std::pair<size_t, size_t> read(DramTier& self, KeysArg keys, FloatsOutArg rows, 
 }
 
 void push(DramTier& self, KeysArg keys, FloatsArg rows, bool dirty, bool unique, std::optional<SlotsArg> slots,
-          uint64_t version) {
+          uint64_t version, std::vector<Horizon*> horizons) {
   check_stored(self, keys.size(), rows);
   check_count(slots, keys.size());
   nb::gil_scoped_release release;
+  DramTier::WhilePinned adopt;
+  if (!horizons.empty()) {
+    adopt = [&](const uint64_t* part, size_t n) {
+      for (Horizon* horizon : horizons) horizon->adopt(part, n);
+    };
+  }
   self.push(keys.data(), keys.size(), reinterpret_cast<const uint8_t*>(rows.data()), dirty, unique,
-            {slots ? slots->data() : nullptr, version});
+            {slots ? slots->data() : nullptr, version}, adopt);
 }
 
 size_t erase(DramTier& self, KeysArg keys) {
@@ -291,7 +297,7 @@ void bind_dram(nb::module_& m) {
       .def("dirty_rows", &dirty_rows, "next"_a, "keys"_a.noconvert(), "rows"_a.noconvert(), "lo"_a, "hi"_a)
       .def("read", &read, "keys"_a.noconvert(), "rows"_a.noconvert(), "slots"_a.noconvert().none() = nb::none())
       .def("push", &push, "keys"_a.noconvert(), "rows"_a.noconvert(), "dirty"_a, "unique"_a = false,
-           "slots"_a.noconvert().none() = nb::none(), "version"_a = 0)
+           "slots"_a.noconvert().none() = nb::none(), "version"_a = 0, "horizons"_a = std::vector<Horizon*>())
       .def("erase", &erase, "keys"_a.noconvert())
       .def("end_writes", &end_writes, "keys"_a.noconvert())
       .def("unwritten_rows", &unwritten_rows, "lo"_a, "hi"_a)

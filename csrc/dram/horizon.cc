@@ -388,7 +388,8 @@ void Horizon::skip(HorizonPart& part, const uint8_t* skipped) {
   if (numbers.empty()) return;
   part.numbers_.resize(kept);
   part.keys_.resize(kept);
-  publish(numbers, std::vector<uint32_t>(numbers.size(), HorizonEntry::kAbsent));
+  const auto returned = publish(numbers, std::vector<uint32_t>(numbers.size(), HorizonEntry::kAbsent));
+  if (!returned.empty()) adopt(returned.data(), returned.size());
   if (kept > 0) return;
   std::lock_guard sweep(sweep_mutex_);
   end_part(part);
@@ -419,12 +420,13 @@ void Horizon::load_part(HorizonPart& part) {
 }
 
 void Horizon::end(HorizonPart& part, const std::vector<uint32_t>& slots) {
-  publish(part.numbers_, slots);
+  const std::vector<uint64_t> returned = publish(part.numbers_, slots);
+  if (!returned.empty()) adopt(returned.data(), returned.size());
   std::lock_guard sweep(sweep_mutex_);
   end_part(part);
 }
 
-void Horizon::publish(const std::vector<uint32_t>& numbers, const std::vector<uint32_t>& slots) {
+std::vector<uint64_t> Horizon::publish(const std::vector<uint32_t>& numbers, const std::vector<uint32_t>& slots) {
   // Ranges of whole partitions.
   std::vector<size_t> ranges;
   for (size_t i = 0; i < numbers.size(); ++i) {
@@ -465,7 +467,7 @@ void Horizon::publish(const std::vector<uint32_t>& numbers, const std::vector<ui
     absent_ += absent;
   });
   unpin_rows(unpins);
-  if (!returned.empty()) adopt(returned.data(), returned.size());
+  return returned;
 }
 
 // Visits the keys of a part again: the sweep goes back to its begin.
@@ -512,15 +514,24 @@ int64_t Horizon::room_for_pins() const {
   return most - static_cast<int64_t>(tier_.pinned() + loading_);
 }
 
-// Claims the keys, by the state kLoading; then pins their rows outside of the partitions' mutexes.
 size_t Horizon::adopt(const uint64_t* keys, size_t n) {
+  std::lock_guard lock(adopt_mutex_);
+  size_t pinned = 0;
+  for (std::vector<uint64_t> next(keys, keys + n); !next.empty() && !dropped_;) pinned += adopt_once(next);
+  return pinned;
+}
+
+// Claims the keys, by the state kLoading; then pins their rows outside of the partitions' mutexes. Replaces `keys` by
+// those to be adopted next: their rows have left the tier since, and returned again.
+size_t Horizon::adopt_once(std::vector<uint64_t>& keys) {
+  const size_t n = keys.size();
   std::array<uint32_t, kMaxPartitions + 1> begin{};  // of the keys of each partition
-  for (size_t i = 0; i < n; ++i) ++begin[(hash_key(keys[i]) >> shift_) + 1];
+  for (uint64_t key : keys) ++begin[(hash_key(key) >> shift_) + 1];
   for (uint32_t p = 0; p < count_; ++p) begin[p + 1] += begin[p];
   std::vector<uint64_t> sorted(n), claimed(n);
   std::vector<uint32_t> numbers(n);
   auto next = begin;
-  for (size_t i = 0; i < n; ++i) sorted[next[hash_key(keys[i]) >> shift_]++] = keys[i];
+  for (uint64_t key : keys) sorted[next[hash_key(key) >> shift_]++] = key;
   std::array<size_t, kMaxPartitions> counts{};
   std::atomic<int64_t> room{room_for_pins()};
   tier_.pool().parallel(count_, [&](size_t p) {
@@ -538,7 +549,7 @@ size_t Horizon::adopt(const uint64_t* keys, size_t n) {
   std::vector<uint32_t> slots(total);
   const size_t pinned = tier_.pin_if_resident(claimed.data(), total, slots.data());
   std::replace(slots.begin(), slots.end(), kNoSlot, HorizonEntry::kAbsent);
-  publish(numbers, slots);
+  keys = publish(numbers, slots);
   return pinned;
 }
 
@@ -630,6 +641,7 @@ void Horizon::unpin_rows(const Unpins& unpins) {
 void Horizon::drop() {
   std::lock_guard lock(taken_mutex_);
   dropped_ = true;
+  const std::lock_guard adopted(adopt_mutex_);  // what is being adopted is unpinned at its end, or below
   std::vector<uint32_t> kept;
   for (const HorizonBatch* batch : taken_) {
     for (size_t r = 0; r < HorizonBatch::kRanges; ++r) {

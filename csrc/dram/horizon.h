@@ -139,7 +139,7 @@ class Horizon {
   size_t adopt(const uint64_t* keys, size_t n);
   // next_part() and load_part(). Returns whether the part had keys.
   bool load(size_t max);
-  // Unpins all rows that no taken batch uses, and loads no more.
+  // Unpins all rows that no taken batch uses, and loads and adopts no more.
   void drop();
 
   uint32_t partitions() const { return count_; }
@@ -168,7 +168,9 @@ class Horizon {
   void pack(Scratch& s, HorizonBatch& batch);
   PackedArray packed(const uint32_t* numbers, size_t n, uint32_t most);
   // Ends kLoading of keys, given their slots or kAbsent. `numbers` are grouped by partition.
-  void publish(const std::vector<uint32_t>& numbers, const std::vector<uint32_t>& slots);
+  // Returns those whose rows have returned meanwhile, and were not pinned.
+  std::vector<uint64_t> publish(const std::vector<uint32_t>& numbers, const std::vector<uint32_t>& slots);
+  size_t adopt_once(std::vector<uint64_t>& keys);
   void end(HorizonPart& part, const std::vector<uint32_t>& slots);
   size_t claim_absent(uint32_t partition, const uint64_t* keys, size_t n, uint32_t* numbers, uint64_t* claimed,
                       std::atomic<int64_t>& room);
@@ -199,6 +201,7 @@ class Horizon {
   std::atomic<size_t> pinned_{0}, absent_{0}, late_{0}, batch_bytes_{0};
   std::atomic<size_t> loading_{0};  // keys of load_part() in progress
   std::mutex taken_mutex_;          // held by take() and drop(); protects taken_
+  std::mutex adopt_mutex_;          // held by adopt(); locked after taken_mutex_
   std::set<const HorizonBatch*> taken_;
 };
 

@@ -11,6 +11,7 @@
 #include "dram/horizon.h"
 #include "dram/tier_test_util.h"
 #include "testing/test.h"
+#include "util/error.h"
 
 namespace thermocline {
 namespace {
@@ -100,6 +101,32 @@ TEST(HorizonAdopt, ABatchThatMovesUpUnpinsAllItsRows) {
   second->release();
   CHECK_EQ(horizon.unique(), 0u);
   CHECK_EQ(horizon.absent(), 0u);
+  tier.check(true);
+}
+
+// Else another thread may evict a row between its push and its adoption.
+TEST(HorizonAdopt, RowsAreAdoptedBeforeTheirPushUnpinsThem) {
+  MapStore store(kLayout.bytes());
+  DramTier tier(options(1 << 16), &store);
+  Horizon horizon(tier);
+  const Ids keys = range(0, 300);
+  const BatchPtr batch = add(horizon, range(0, 100));
+  skip_and_load(horizon, {keys.begin(), keys.end()});
+  const std::vector<float> rows(keys.size() * 4, 3);
+  const auto push_then = [&](const DramTier::WhilePinned& f) {
+    tier.push(keys.data(), keys.size(), reinterpret_cast<const uint8_t*>(rows.data()), true, true, {nullptr, 0}, f);
+  };
+  size_t seen = 0;
+  CHECK_THROWS(Error, push_then([](const uint64_t*, size_t) { throw Error("adoption fails"); }));
+  CHECK_EQ(tier.pinned(), 0u);
+  push_then([&](const uint64_t* part, size_t n) {
+    seen += n;
+    CHECK(tier.pinned() >= n);
+    horizon.adopt(part, n);
+  });
+  CHECK_EQ(seen, keys.size());
+  CHECK_EQ(tier.pinned(), 100u);
+  batch->release();
   tier.check(true);
 }
 

@@ -214,7 +214,8 @@ size_t DramTier::read_from_store(const Scratch::StoreReads& reads, size_t n, uin
 
 // ---- push
 
-void DramTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique, KnownSlots known) {
+void DramTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique, KnownSlots known,
+                    const WhilePinned& while_pinned) {
   ScratchPool::Lease s(scratch_);
   uint32_t* const slots = s->pushed_slots();
   for (size_t b = 0; b < n; b += s->keys_max()) {
@@ -242,7 +243,14 @@ void DramTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool di
     }
     // By visits: most come from the tier above, which keeps rows that are needed soon. An LRU would protect each of
     // them from eviction, also those that are seldom needed.
-    release(*s, slots, keys + b, part, dirty, nullptr, true);
+    const auto unpin_part = [&] { release(*s, slots, keys + b, part, dirty, nullptr, true); };
+    try {
+      if (while_pinned) while_pinned(keys + b, part);
+    } catch (...) {
+      unpin_part();
+      throw;
+    }
+    unpin_part();
   }
 }
 

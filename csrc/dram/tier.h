@@ -115,9 +115,11 @@ class DramTier {
   };
   // Replaces whole rows without reading the store. The last row of a repeated key wins; `unique` states that no key
   // repeats, which is faster. Large batches are pushed in parts: after an exception some rows may be in the tier.
-  // `known` saves lookups of unique keys; a slot that has lost its key since is not used.
+  // `known` saves lookups of unique keys; a slot that has lost its key since is not used. `while_pinned`, above a
+  // store: called with the keys of each part when their new rows are there and cannot be evicted yet.
+  using WhilePinned = std::function<void(const uint64_t* keys, size_t n)>;
   void push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique = false,
-            KnownSlots known = {nullptr, 0});
+            KnownSlots known = {nullptr, 0}, const WhilePinned& while_pinned = nullptr);
   // Differs between tiers and changes with erase(): a slot of the same version still has its key.
   uint64_t slots_version() const { return slots_version_; }
   bool keeps_slots() const { return store_ == nullptr; }

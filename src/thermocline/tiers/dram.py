@@ -50,8 +50,9 @@ class Hint(Protocol):
     def drop(self) -> bool:
         """Unpin all rows, and wait until a load in progress has unpinned its own. Return False if called before."""
 
-    def adopt(self, keys: Keys) -> None:
-        """Pin the rows of unique keys that will be needed: the tier above no longer has them."""
+    @property
+    def core(self) -> core.Horizon:
+        """Pins rows that will be needed, when the tier above no longer has them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,21 +313,38 @@ class DramTier:
         self._push(wanted, stored, dirty, unique)
 
     def push_stored(
-        self, keys: Any, stored: Any, *, dirty: bool = True, unique: bool = False, known: KnownSlots | None = None
+        self,
+        keys: Any,
+        stored: Any,
+        *,
+        dirty: bool = True,
+        unique: bool = False,
+        known: KnownSlots | None = None,
+        adopt: bool = False,
     ) -> None:
         """Insert or replace stored rows: see `push`.
 
         known   saves lookups of unique keys; a slot that has lost its key is not used
+        adopt   the tier above no longer has the rows: hints pin those that they need, see `adopt`
         """
         wanted = as_keys(keys)
-        self._push(wanted, floats_of(stored, (len(wanted), self._words), "stored"), dirty, unique, known)
+        self._push(wanted, floats_of(stored, (len(wanted), self._words), "stored"), dirty, unique, known, adopt)
 
-    def _push(self, keys: Keys, stored: Floats, dirty: bool, unique: bool, known: KnownSlots | None = None) -> None:
+    def _push(
+        self,
+        keys: Keys,
+        stored: Floats,
+        dirty: bool,
+        unique: bool,
+        known: KnownSlots | None = None,
+        adopt: bool = False,
+    ) -> None:
         """Push, in the memory of hints if that is needed: rows that HBM evicts cannot wait."""
         slots, version = (None, 0) if known is None else (known.slots, known.version)
         while True:
             try:
-                return self._core.push(keys, stored, dirty, unique, slots, version)
+                horizons = [hint.core for hint in self._live_hints()] if adopt else []
+                return self._core.push(keys, stored, dirty, unique, slots, version, horizons)
             except BudgetError:
                 if not self.drop_hints():
                     raise
@@ -360,7 +378,7 @@ class DramTier:
     def adopt(self, keys: Keys) -> None:
         """Pin rows that the tier above has returned, or evicted unchanged, if a hint needs them. Thread-safe."""
         for hint in self._live_hints():
-            hint.adopt(keys)
+            hint.core.adopt(keys)
 
     def _live_hints(self) -> list[Hint]:
         return [hint for ref in list(self.hints.values()) if (hint := ref()) is not None]

@@ -140,7 +140,6 @@ class DramHorizon:
         self._dedup = training and above is None
         self._sweeping = threading.Lock()  # held by `load`: over ranks two threads call it
         self._loading = threading.Lock()  # held while a part is loaded, in a tier that loads one at a time
-        self._adopting = threading.Lock()  # held while returned rows are pinned
         self._lock = threading.Lock()  # protects `_loads` and `_dropped`
         self._loads: deque[_Load] = deque()
         self._parts = max(_LEAST_PARTS, dram.core.calls_at_once // 2)
@@ -236,10 +235,10 @@ class DramHorizon:
                 return ended
             left[0].join()
 
-    def adopt(self, keys: Keys) -> None:
+    @property
+    def core(self) -> core.Horizon:
         """See `Hint`."""
-        with self._adopting:
-            self._core.adopt(keys)
+        return self._core
 
     def drop(self) -> bool:
         with self._lock:
@@ -247,7 +246,7 @@ class DramHorizon:
             loads = list(self._loads)
         self._dram.hints.pop(id(self), None)
         self._core.drop()
-        with self._loading, self._adopting:  # what is being loaded or adopted is unpinned at its end
+        with self._loading:  # a part that is being loaded is unpinned at its end
             pass
         _join_all(loads)
         return first

@@ -151,8 +151,10 @@ class RowTransfer:
                 self._wait_for(copied)
                 changed = dirty.numpy().astype(bool)
                 some = slice(None) if changed.all() else changed
-                self.write_back(keys.numpy()[some], rows.numpy()[some], None if known is None else known[some])
-                self.dram.adopt(as_uint64(keys))
+                down, known_down = as_uint64(keys), None if known is None else known[some]
+                self.write_back(down[some], rows.numpy()[some], known_down, evicted=True)
+                if not changed.all():
+                    self.dram.adopt(down[~changed])
             except BaseException as error:  # now: only the last write-back is waited for, and it may succeed
                 self.record_failure(error)
                 raise
@@ -160,10 +162,10 @@ class RowTransfer:
         self._last_write_back = self._write_back_thread.submit(write_back)
         buffer.wait_for_reader = functools.partial(self._wait_write_back, self._last_write_back)
 
-    def write_back(self, keys: Any, rows: Floats, known: KnownSlots | None = None) -> None:
-        """Push changed rows into the DRAM tier."""
+    def write_back(self, keys: Any, rows: Floats, known: KnownSlots | None = None, *, evicted: bool = False) -> None:
+        """Push changed rows into the DRAM tier. `evicted`: HBM no longer has them."""
         if len(keys):
-            self.dram.push_stored(keys, rows, dirty=True, unique=True, known=known)
+            self.dram.push_stored(keys, rows, dirty=True, unique=True, known=known, adopt=evicted)
             self.written_back += len(keys)
 
     def staging_rows(self, rows: int) -> torch.Tensor:
