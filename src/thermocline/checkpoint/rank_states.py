@@ -250,8 +250,8 @@ class RankStates:
         if len(data) != expected["bytes"] or sha256_hex(data) != expected["sha256"]:
             raise CorruptionError(
                 f"{path} is damaged: its checksum differs from the manifest. To continue from the checkpoint before, "
-                f"move the files of step {manifest['step']} ({path.name.partition('.')[0]}*) away; eval and predict read "
-                "another one with --checkpoint"
+                f"move the files of step {manifest['step']} ({path.name.partition('.')[0]}*) away; eval and predict "
+                "read another one with --checkpoint"
             )
         return data
 
