@@ -60,10 +60,12 @@ def fit(groups: Groups, folder: str, recorder: Recorder, *, resume: bool = False
 
 
 def test_save_due_in_the_last_window_of_an_epoch(tmp_path: Path) -> None:
-    """The flag arrives when all ranks have no more batches; the next step saves."""
+    """The flag arrives when all ranks have no more batches; the next step saves. On a busy machine a rank may read its
+    last batch so late that the flag travels with it, and the last step of the epoch saves."""
     run = functools.partial(fit, checkpoint_minutes=1.0, epochs=3)
-    for _, _, saves, _ in run_ranks(PAIR, run, str(tmp_path), Recorder(11, "clock")):
-        assert saves == [13, 36]
+    ranks = [saves for _, _, saves, _ in run_ranks(PAIR, run, str(tmp_path), Recorder(11, "clock"))]
+    assert ranks[0] == ranks[1]
+    assert ranks[0] in ([13, 36], [12, 36])
 
 
 def test_signal_to_one_rank_ends_all(tmp_path: Path) -> None:
