@@ -157,15 +157,20 @@ nb::dict repair(const nb::bytes& path, bool dry_run, bool keep_older, size_t mem
 
 // A scan and its row size.
 struct BoundScan {
-  std::unique_ptr<SsdStore::Scan> scan;
+  std::unique_ptr<SsdStore::Scan> scan;  // null: closed
   size_t row_bytes;
+
+  SsdStore::Scan& opened() const {
+    if (!scan) throw Error("scan: it is closed");
+    return *scan;
+  }
 
   size_t next(nb::ndarray<uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> keys,
               nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> rows) {
     if (rows.shape(0) != keys.size() || rows.shape(1) > row_bytes)
       throw Error("scan: rows must have shape (keys, row_bytes), or fewer bytes: the last ones of a row");
     return unlocked([&, k = keys.data(), n = keys.size(), r = rows.data(), skip = row_bytes - rows.shape(1)] {
-      return scan->next(n, k, r, skip);
+      return opened().next(n, k, r, skip);
     });
   }
 
@@ -176,7 +181,7 @@ struct BoundScan {
     if (rows.shape(0) != keys.size() || rows.shape(1) != row_bytes || deleted.size() != keys.size())
       throw Error("scan: rows must have shape (keys, row_bytes), deleted one byte per key");
     return unlocked([&, k = keys.data(), n = keys.size(), r = rows.data(), d = deleted.data()] {
-      return scan->changed({lo, hi}, n, k, r, d);
+      return opened().changed({lo, hi}, n, k, r, d);
     });
   }
 };
@@ -260,7 +265,8 @@ void bind_store(nb::module_& m) {
       .def("next", &BoundScan::next, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def("changed", &BoundScan::changed, "lo"_a, "hi"_a, "keys"_a.noconvert(), "rows"_a.noconvert(),
            "deleted"_a.noconvert())
-      .def_prop_ro("lost", [](const BoundScan& self) { return self.scan->lost(); });
+      .def_prop_ro("lost", [](const BoundScan& self) { return self.opened().lost(); })
+      .def("close", [](BoundScan& self) { unlocked([&] { self.scan.reset(); }); });
   nb::class_<BoundChanges>(m, "StoreChanges")
       .def("next", &BoundChanges::next, "keys"_a.noconvert(), "rows"_a.noconvert(), "deleted"_a.noconvert())
       .def_prop_ro("rows", [](const BoundChanges& self) { return self.changes->rows(); });

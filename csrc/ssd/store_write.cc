@@ -50,13 +50,13 @@ void SsdStore::Impl::buffer_deletions() {
   if (!options_.background_merge || buffering_.exchange(true)) return;
   std::call_once(deletions_io_once_, [this] { deletions_io_ = std::make_unique<PreadPool>(1); });
   deletions_io_->run([this] {
+    buffering_ = false;  // first: deletions that follow may need another job
     try {
       auto life = alive();
       begin_write();
     } catch (const std::exception&) {
       // Closed, or the next put() fails in the same way.
     }
-    buffering_ = false;
   });
 }
 

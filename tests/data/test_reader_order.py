@@ -205,7 +205,7 @@ def test_shards_of_one_small_file_have_nearly_equal_sizes(tmp_path: Path, count:
 def test_uneven_shards_give_a_warning(tmp_path: Path) -> None:
     table = pa.table({"label": [0.0, 1.0] * 300, "name": [f"n{n % 7}" for n in range(600)]})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=200)
-    with pytest.warns(UserWarning, match=r"^3 blocks for 2 shards: some have 2 and others 1, so that ranks train on"):
+    with pytest.warns(UserWarning, match=r"^3 blocks for 2 shards: some have 2 and others 1; ranks that train on"):
         tc.Reader(tmp_path / "a.parquet", batch_size=16, shard=(0, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

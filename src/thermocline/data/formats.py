@@ -103,7 +103,7 @@ def open_files(
     _check_options(data, format)
     if block_bytes is None:
         block_bytes = _REMOTE_BLOCK_BYTES if any(source.remote for source in sources) else _BLOCK_BYTES
-        if shards > 1:
+        if shards > 1 and format not in _COLUMNAR:  # whose blocks are row groups and record batches
             share = sum(source.size for source in sources) // (shards * _BLOCKS_PER_SHARD)
             block_bytes = min(block_bytes, max(share, _LEAST_BLOCK_BYTES))
     partitions = next((source.partitions for source in sources if source.partitions), None)

@@ -390,13 +390,13 @@ def _files_digest(sources: Sequence[Source]) -> str:
 
 
 def _warn_of_uneven_shards(blocks: int, shard: tuple[int, int]) -> None:
-    """Warn once per job if some shards have a quarter more blocks than others."""
+    """Warn, for shard 0, if some shards have a quarter more blocks than others."""
     number, count = shard
     least, most = blocks // count, -(-blocks // count)
     if number == 0 and most > 1.25 * least:
         warnings.warn(
-            f"{blocks} blocks for {count} shards: some have {most} and others {least}, so that ranks train on unequal "
-            "numbers of examples, and running statistics of batch norm suffer; use smaller row groups (Parquet), "
+            f"{blocks} blocks for {count} shards: some have {most} and others {least}; ranks that train on unequal "
+            "numbers of examples make running statistics of batch norm worse; use smaller row groups (Parquet), "
             "record batches (Arrow) or block_bytes (text), or fewer ranks",
             stacklevel=4,
         )

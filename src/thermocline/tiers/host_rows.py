@@ -217,6 +217,8 @@ class HostRows:
 
     def close(self) -> None:
         """Close the store."""
-        self._ahead.close()
-        if self.store is not None:
-            self.store.close()
+        try:
+            self._ahead.close()
+        finally:
+            if self.store is not None:
+                self.store.close()

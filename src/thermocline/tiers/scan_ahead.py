@@ -84,7 +84,9 @@ class _Chunk:
     def close(self) -> None:
         """Free the memory, after `stop`."""
         self._reading.result()
-        self._scan = None
+        scan, self._scan = self._scan, None
+        if scan is not None:
+            scan.close()
         self._rows.clear()
 
     def _run(self) -> None:

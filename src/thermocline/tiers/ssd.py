@@ -435,6 +435,10 @@ class FollowedScan:
         """Iterate over the rows as of the begin of the scan, or the last bytes of each, in hash order. Once."""
         return _batches(self._scan, batch_rows, self.row_bytes if last_bytes is None else last_bytes)
 
+    def close(self) -> None:
+        """Free the memory without Python's lock: it may be that of many changed rows."""
+        self._scan.close()
+
     @property
     def lost(self) -> bool:
         """Whether so many rows have changed that memory was short: `changed` returns None from now on."""
