@@ -98,15 +98,10 @@ auto part_keys(const HorizonPart& self) {
   return to_numpy(std::move(keys), self.keys().size());
 }
 
-void horizon_skip(Horizon& self, HorizonPart& part, BytesArg skipped) {
-  require(skipped.size() == part.keys().size(), "skip: skipped and keys differ in length");
+void horizon_load_part(Horizon& self, HorizonPart& part, std::optional<BytesArg> skip) {
+  require(!skip || skip->size() == part.keys().size(), "load_part: skip and keys differ in length");
   nb::gil_scoped_release release;
-  self.skip(part, skipped.data());
-}
-
-size_t horizon_adopt(Horizon& self, KeysArg keys) {
-  nb::gil_scoped_release release;
-  return self.adopt(keys.data(), keys.size());
+  self.load_part(part, skip ? skip->data() : nullptr);
 }
 
 // Returns (ids,), or (ids, keys, inverse, starts, order).
@@ -169,18 +164,12 @@ std::pair<size_t, size_t> read(DramTier& self, KeysArg keys, FloatsOutArg rows, 
 }
 
 void push(DramTier& self, KeysArg keys, FloatsArg rows, bool dirty, bool unique, std::optional<SlotsArg> slots,
-          uint64_t version, std::vector<Horizon*> horizons) {
+          uint64_t version) {
   check_stored(self, keys.size(), rows);
   check_count(slots, keys.size());
   nb::gil_scoped_release release;
-  DramTier::WhilePinned adopt;
-  if (!horizons.empty()) {
-    adopt = [&](const uint64_t* part, size_t n) {
-      for (Horizon* horizon : horizons) horizon->adopt(part, n);
-    };
-  }
   self.push(keys.data(), keys.size(), reinterpret_cast<const uint8_t*>(rows.data()), dirty, unique,
-            {slots ? slots->data() : nullptr, version}, adopt);
+            {slots ? slots->data() : nullptr, version});
 }
 
 size_t erase(DramTier& self, KeysArg keys) {
@@ -297,7 +286,7 @@ void bind_dram(nb::module_& m) {
       .def("dirty_rows", &dirty_rows, "next"_a, "keys"_a.noconvert(), "rows"_a.noconvert(), "lo"_a, "hi"_a)
       .def("read", &read, "keys"_a.noconvert(), "rows"_a.noconvert(), "slots"_a.noconvert().none() = nb::none())
       .def("push", &push, "keys"_a.noconvert(), "rows"_a.noconvert(), "dirty"_a, "unique"_a = false,
-           "slots"_a.noconvert().none() = nb::none(), "version"_a = 0, "horizons"_a = std::vector<Horizon*>())
+           "slots"_a.noconvert().none() = nb::none(), "version"_a = 0)
       .def("erase", &erase, "keys"_a.noconvert())
       .def("end_writes", &end_writes, "keys"_a.noconvert())
       .def("unwritten_rows", &unwritten_rows, "lo"_a, "hi"_a)
@@ -329,9 +318,7 @@ void bind_dram(nb::module_& m) {
       .def("add", &horizon_add, "ids"_a.noconvert(), nb::rv_policy::take_ownership, nb::keep_alive<0, 1>())
       .def("next_part", &horizon_next_part, "max"_a, "partitions"_a, nb::rv_policy::take_ownership,
            nb::keep_alive<0, 1>())
-      .def("skip", &horizon_skip, "part"_a, "skipped"_a.noconvert())
-      .def("load_part", &Horizon::load_part, "part"_a, unlocked)
-      .def("adopt", &horizon_adopt, "keys"_a.noconvert())
+      .def("load_part", &horizon_load_part, "part"_a, "skip"_a.noconvert().none() = nb::none())
       .def("drop", &Horizon::drop, unlocked)
       .def_prop_ro("unique", &Horizon::unique)
       .def_prop_ro("absent", &Horizon::absent)
@@ -342,15 +329,14 @@ void bind_dram(nb::module_& m) {
       .def_prop_ro("bytes", &Horizon::bytes)
       .def_prop_ro("partitions", &Horizon::partitions)
       .def_ro_static("SCRATCH_BYTES", &Horizon::kScratchBytes)
-      .def_ro_static("PART_BYTES", &Horizon::kPartBytes)
-      .def_ro_static("PINNED_SHARE", &Horizon::kPinnedShare);
+      .def_ro_static("PART_BYTES", &Horizon::kPartBytes);
   nb::class_<HorizonPart>(m, "HorizonPart")
       .def("__len__", [](const HorizonPart& self) { return self.keys().size(); })
       .def("keys", &part_keys);
   nb::class_<HorizonBatch>(m, "HorizonBatch")
       .def("expand", &horizon_expand, "working_set"_a)
       .def("keys", &horizon_keys)
-      .def("release", &HorizonBatch::release, "moved_up"_a = false, unlocked)
+      .def("release", &HorizonBatch::release, unlocked)
       .def_prop_ro("unique", &HorizonBatch::unique)
       .def_prop_ro("to_visit", &HorizonBatch::to_visit)
       .def_prop_ro("bytes", &HorizonBatch::bytes);

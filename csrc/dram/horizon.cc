@@ -116,8 +116,8 @@ uint64_t HorizonBatch::key(size_t u) const {
   return horizon_.partitions_[after - first_key_.begin() - 1].entry(indices_[u]).key;
 }
 
-void HorizonBatch::release(bool moved_up) {
-  if (!released_.exchange(true)) horizon_.release(*this, moved_up);
+void HorizonBatch::release() {
+  if (!released_.exchange(true)) horizon_.release(*this);
 }
 
 Horizon::Horizon(DramTier& tier, bool training)
@@ -374,60 +374,37 @@ std::unique_ptr<HorizonPart> Horizon::next_part(size_t max, uint32_t partitions)
   return part;
 }
 
-void Horizon::skip(HorizonPart& part, const uint8_t* skipped) {
-  std::vector<uint32_t> numbers;
-  size_t kept = 0;
-  for (size_t i = 0; i < part.numbers_.size(); ++i) {
-    if (skipped[i]) {
-      numbers.push_back(part.numbers_[i]);
-    } else {
-      part.numbers_[kept] = part.numbers_[i];
-      part.keys_[kept++] = part.keys_[i];
+void Horizon::load_part(HorizonPart& part, const uint8_t* skip) {
+  if (part.numbers_.empty()) return;
+  std::vector<uint32_t> slots(part.numbers_.size(), HorizonEntry::kAbsent);
+  std::vector<uint64_t> keys;
+  if (skip) {
+    for (size_t i = 0; i < part.keys_.size(); ++i) {
+      if (!skip[i]) keys.push_back(part.keys_[i]);
     }
   }
-  if (numbers.empty()) return;
-  part.numbers_.resize(kept);
-  part.keys_.resize(kept);
-  const auto returned = publish(numbers, std::vector<uint32_t>(numbers.size(), HorizonEntry::kAbsent));
-  if (!returned.empty()) adopt(returned.data(), returned.size());
-  if (kept > 0) return;
-  std::lock_guard sweep(sweep_mutex_);
-  end_part(part);
-}
-
-void Horizon::load_part(HorizonPart& part) {
-  const size_t n = part.numbers_.size();
-  if (n == 0) return;
-  struct Counted {
-    std::atomic<size_t>& loading;
-    const size_t n;
-    ~Counted() { loading -= n; }
-  };
-  loading_ += n;
-  const Counted counted{loading_, n};
-  std::vector<uint32_t> slots(n);
+  const std::vector<uint64_t>& wanted = skip ? keys : part.keys_;
   try {
-    tier_.pull(part.keys_.data(), n, slots.data(), purpose_);
+    std::vector<uint32_t> pulled(wanted.size());
+    tier_.pull(wanted.data(), wanted.size(), pulled.data(), purpose_);
+    for (size_t i = 0, j = 0; i < slots.size(); ++i) {
+      if (skip && skip[i]) continue;
+      slots[i] = pulled[j] == kNoSlot ? HorizonEntry::kAbsent : pulled[j];
+      ++j;
+    }
   } catch (const BudgetError&) {
     put_back(part);
     throw;
   } catch (...) {
-    end(part, std::vector<uint32_t>(n, HorizonEntry::kAbsent));
+    publish(part, slots);
     throw;
   }
-  std::replace(slots.begin(), slots.end(), kNoSlot, HorizonEntry::kAbsent);
-  end(part, slots);
+  publish(part, slots);
 }
 
-void Horizon::end(HorizonPart& part, const std::vector<uint32_t>& slots) {
-  const std::vector<uint64_t> returned = publish(part.numbers_, slots);
-  if (!returned.empty()) adopt(returned.data(), returned.size());
-  std::lock_guard sweep(sweep_mutex_);
-  end_part(part);
-}
-
-std::vector<uint64_t> Horizon::publish(const std::vector<uint32_t>& numbers, const std::vector<uint32_t>& slots) {
+void Horizon::publish(HorizonPart& part, const std::vector<uint32_t>& slots) {
   // Ranges of whole partitions.
+  const std::vector<uint32_t>& numbers = part.numbers_;
   std::vector<size_t> ranges;
   for (size_t i = 0; i < numbers.size(); ++i) {
     if (i == 0 || numbers[i] >> 24 != numbers[i - 1] >> 24) ranges.push_back(i);
@@ -435,7 +412,6 @@ std::vector<uint64_t> Horizon::publish(const std::vector<uint32_t>& numbers, con
   ranges.push_back(numbers.size());
   std::mutex mutex;
   Unpins unpins;
-  std::vector<uint64_t> returned;
   tier_.pool().parallel(ranges.size() - 1, [&](size_t r) {
     HorizonPartition& partition = partitions_[numbers[ranges[r]] >> 24];
     std::lock_guard lock(partition.mutex);
@@ -452,9 +428,6 @@ std::vector<uint64_t> Horizon::publish(const std::vector<uint32_t>& numbers, con
           std::lock_guard unpins_lock(mutex);
           unpins.add(e, slots[i]);
         }
-      } else if (keep && e.slot == HorizonEntry::kReturned) {
-        std::lock_guard returned_lock(mutex);
-        returned.push_back(e.key);
       }
       e.store_slot(keep ? slots[i] : HorizonEntry::kAbsent);
       if (e.uses == 0) {
@@ -466,8 +439,11 @@ std::vector<uint64_t> Horizon::publish(const std::vector<uint32_t>& numbers, con
     pinned_ += kept;
     absent_ += absent;
   });
+  {
+    std::lock_guard sweep(sweep_mutex_);
+    end_part(part);
+  }
   unpin_rows(unpins);
-  return returned;
 }
 
 // Visits the keys of a part again: the sweep goes back to its begin.
@@ -507,79 +483,11 @@ bool Horizon::load(size_t max) {
   return true;
 }
 
-// ---- adopt
-
-int64_t Horizon::room_for_pins() const {
-  const auto most = static_cast<int64_t>(kPinnedShare * tier_.capacity());
-  return most - static_cast<int64_t>(tier_.pinned() + loading_);
-}
-
-size_t Horizon::adopt(const uint64_t* keys, size_t n) {
-  std::lock_guard lock(adopt_mutex_);
-  size_t pinned = 0;
-  for (std::vector<uint64_t> next(keys, keys + n); !next.empty() && !dropped_;) pinned += adopt_once(next);
-  return pinned;
-}
-
-// Claims the keys, by the state kLoading; then pins their rows outside of the partitions' mutexes. Replaces `keys` by
-// those to be adopted next: their rows have left the tier since, and returned again.
-size_t Horizon::adopt_once(std::vector<uint64_t>& keys) {
-  const size_t n = keys.size();
-  std::array<uint32_t, kMaxPartitions + 1> begin{};  // of the keys of each partition
-  for (uint64_t key : keys) ++begin[(hash_key(key) >> shift_) + 1];
-  for (uint32_t p = 0; p < count_; ++p) begin[p + 1] += begin[p];
-  std::vector<uint64_t> sorted(n), claimed(n);
-  std::vector<uint32_t> numbers(n);
-  auto next = begin;
-  for (uint64_t key : keys) sorted[next[hash_key(key) >> shift_]++] = key;
-  std::array<size_t, kMaxPartitions> counts{};
-  std::atomic<int64_t> room{room_for_pins()};
-  tier_.pool().parallel(count_, [&](size_t p) {
-    const uint32_t b = begin[p];
-    counts[p] = claim_absent(static_cast<uint32_t>(p), sorted.data() + b, begin[p + 1] - b, numbers.data() + b,
-                             claimed.data() + b, room);
-  });
-  size_t total = 0;
-  for (uint32_t p = 0; p < count_; ++p) {
-    std::copy_n(numbers.begin() + begin[p], counts[p], numbers.begin() + total);
-    std::copy_n(claimed.begin() + begin[p], counts[p], claimed.begin() + total);
-    total += counts[p];
-  }
-  numbers.resize(total);
-  std::vector<uint32_t> slots(total);
-  const size_t pinned = tier_.pin_if_resident(claimed.data(), total, slots.data());
-  std::replace(slots.begin(), slots.end(), kNoSlot, HorizonEntry::kAbsent);
-  keys = publish(numbers, slots);
-  return pinned;
-}
-
-// Sets keys of one partition that a batch needs and that have no pin to kLoading. Returns their number.
-size_t Horizon::claim_absent(uint32_t p, const uint64_t* keys, size_t n, uint32_t* numbers, uint64_t* claimed,
-                             std::atomic<int64_t>& room) {
-  HorizonPartition& partition = partitions_[p];
-  size_t count = 0;
-  std::lock_guard lock(partition.mutex);
-  for (size_t i = 0; i < n && !dropped_; ++i) {
-    if (i + kBucketAhead < n) partition.prefetch_bucket(hash_key(keys[i + kBucketAhead]));
-    if (i + kEntryAhead < n) partition.prefetch_entry(hash_key(keys[i + kEntryAhead]));
-    const uint32_t index = partition.find(keys[i], hash_key(keys[i]));
-    if (index == HorizonPartition::kNotFound) continue;
-    HorizonEntry& e = partition.entry(index);
-    if (e.slot == HorizonEntry::kLoading) e.store_slot(HorizonEntry::kReturned);
-    if (e.slot != HorizonEntry::kAbsent || room.fetch_sub(1, std::memory_order_relaxed) <= 0) continue;
-    --absent_;
-    e.store_slot(HorizonEntry::kLoading);
-    numbers[count] = p << 24 | index;
-    claimed[count++] = keys[i];
-  }
-  return count;
-}
-
 // ---- release and drop
 
-void Horizon::release(HorizonBatch& batch, bool moved_up) {
+void Horizon::release(HorizonBatch& batch) {
   std::array<Unpins, HorizonBatch::kRanges> unpins;
-  tier_.pool().parallel(HorizonBatch::kRanges, [&](size_t r) { release_range(batch, r, moved_up, &unpins[r]); });
+  tier_.pool().parallel(HorizonBatch::kRanges, [&](size_t r) { release_range(batch, r, &unpins[r]); });
   {
     std::lock_guard lock(taken_mutex_);
     taken_.erase(&batch);
@@ -589,7 +497,7 @@ void Horizon::release(HorizonBatch& batch, bool moved_up) {
   unpin(unpins[0]);
 }
 
-void Horizon::release_range(const HorizonBatch& batch, size_t range, bool moved_up, Unpins* unpins) {
+void Horizon::release_range(const HorizonBatch& batch, size_t range, Unpins* unpins) {
   std::unique_lock<std::mutex> lock;
   for (HorizonBatch::Walk walk(batch, range); walk.next();) {
     HorizonPartition& partition = partitions_[walk.partition()];
@@ -598,16 +506,9 @@ void Horizon::release_range(const HorizonBatch& batch, size_t range, bool moved_
       lock = std::unique_lock(partition.mutex);
     }
     HorizonEntry& e = walk.entry();
-    if (--e.uses > 0) {
-      if (!moved_up || !HorizonEntry::pinned(e.slot)) continue;
-      unpins->add(e, e.slot);
-      e.seen = 0;
-      e.store_slot(HorizonEntry::kAbsent);
-      ++absent_;
-      continue;
-    }
+    if (--e.uses > 0) continue;
     // The sweep erases a key that it has still to visit or that it is loading.
-    if (e.slot == HorizonEntry::kPending || HorizonEntry::loading(e.slot)) continue;
+    if (e.slot == HorizonEntry::kPending || e.slot == HorizonEntry::kLoading) continue;
     if (HorizonEntry::pinned(e.slot)) {
       unpins->add(e, e.slot);
     } else {
@@ -620,7 +521,7 @@ void Horizon::release_range(const HorizonBatch& batch, size_t range, bool moved_
 void Horizon::Unpins::add(const HorizonEntry& e, uint32_t slot) {
   slots.push_back(slot);
   keys.push_back(e.key);
-  batches.push_back(static_cast<uint8_t>(std::max<uint32_t>(e.seen, 1)));
+  batches.push_back(static_cast<uint8_t>(e.seen));
 }
 
 void Horizon::Unpins::add(const Unpins& others) {
@@ -641,7 +542,6 @@ void Horizon::unpin_rows(const Unpins& unpins) {
 void Horizon::drop() {
   std::lock_guard lock(taken_mutex_);
   dropped_ = true;
-  const std::lock_guard adopted(adopt_mutex_);  // what is being adopted is unpinned at its end, or below
   std::vector<uint32_t> kept;
   for (const HorizonBatch* batch : taken_) {
     for (size_t r = 0; r < HorizonBatch::kRanges; ++r) {

@@ -12,9 +12,6 @@
 //   take       the slots of a batch's rows, without a lookup
 //   release    ends a batch. Rows that no batch of the window uses are unpinned
 //
-// Where rows are trained in a tier above (HBM), a pin follows its row: rows that are there are skipped, a batch whose
-// rows have moved there unpins them all, and adopt() pins those that return while a batch of the window needs them.
-//
 // A horizon is a hint: a row that it has not loaded is read by the pull of the batch that needs it.
 #pragma once
 
@@ -67,8 +64,7 @@ class HorizonBatch {
   // Undoes take(): drop() unpins the rows again.
   void untake();
   uint64_t key(size_t u) const;  // not after release()
-  // `moved_up`: the tier above has the rows of the batch. Unpins those of later batches, too: see Horizon::adopt().
-  void release(bool moved_up = false);
+  void release();
 
  private:
   friend class Horizon;
@@ -114,7 +110,6 @@ class Horizon {
   static constexpr uint32_t kMaxPartitions = 256;
   static constexpr size_t kScratchBytes = 33;  // per id of the largest batch: working memory of add()
   static constexpr size_t kPartBytes = 37;     // per key of a part: HorizonPart, and working memory of load_part()
-  static constexpr double kPinnedShare = 15.0 / 16;  // of the tier's slots; the rest is for rows that batches pull
 
   // `tier` must outlive the horizon. `training`: the batches will pull their rows; else they will read() them.
   explicit Horizon(DramTier& tier, bool training = true);
@@ -126,20 +121,13 @@ class Horizon {
   // The next part of the sweep: up to `max` keys to load, of the next `partitions` partitions, in their order. Empty:
   // there were none in these partitions.
   std::unique_ptr<HorizonPart> next_part(size_t max, uint32_t partitions = kMaxPartitions);
-  // Removes the keys with skipped[i] != 0 from a part: the tier above has their rows. Call it as soon as that is known:
-  // adopt() pins those that return from then on.
-  void skip(HorizonPart& part, const uint8_t* skipped);
-  // Loads and pins the rows of a part. Throws BudgetError, and changes nothing, if the tier cannot hold them beside the
-  // rows pinned already: the keys are visited again. After another error the rows of the part are left to the batches
-  // that need them.
-  void load_part(HorizonPart& part);
-  // The tier above has returned the rows of `keys`, unique ones. Pins those that are needed by a batch of the window
-  // and that this object has skipped or unpinned, as long as kPinnedShare of the tier is not exceeded. Waits for no
-  // I/O. Returns the number of rows pinned.
-  size_t adopt(const uint64_t* keys, size_t n);
+  // Loads and pins the rows of a part, except those with skip[i] != 0. Throws BudgetError, and changes nothing, if the
+  // tier cannot hold them beside the rows pinned already: the keys are visited again. After another error the rows of
+  // the part are left to the batches that need them.
+  void load_part(HorizonPart& part, const uint8_t* skip = nullptr);
   // next_part() and load_part(). Returns whether the part had keys.
   bool load(size_t max);
-  // Unpins all rows that no taken batch uses, and loads and adopts no more.
+  // Unpins all rows that no taken batch uses, and loads no more.
   void drop();
 
   uint32_t partitions() const { return count_; }
@@ -167,19 +155,12 @@ class Horizon {
   void number(uint32_t p, Scratch& s);
   void pack(Scratch& s, HorizonBatch& batch);
   PackedArray packed(const uint32_t* numbers, size_t n, uint32_t most);
-  // Ends kLoading of keys, given their slots or kAbsent. `numbers` are grouped by partition.
-  // Returns those whose rows have returned meanwhile, and were not pinned.
-  std::vector<uint64_t> publish(const std::vector<uint32_t>& numbers, const std::vector<uint32_t>& slots);
-  size_t adopt_once(std::vector<uint64_t>& keys);
-  void end(HorizonPart& part, const std::vector<uint32_t>& slots);
-  size_t claim_absent(uint32_t partition, const uint64_t* keys, size_t n, uint32_t* numbers, uint64_t* claimed,
-                      std::atomic<int64_t>& room);
-  int64_t room_for_pins() const;
+  void publish(HorizonPart& part, const std::vector<uint32_t>& slots);
   void put_back(HorizonPart& part);
   void end_part(HorizonPart& part);
   void advance();
-  void release(HorizonBatch& batch, bool moved_up);
-  void release_range(const HorizonBatch& batch, size_t range, bool moved_up, Unpins* unpins);
+  void release(HorizonBatch& batch);
+  void release_range(const HorizonBatch& batch, size_t range, Unpins* unpins);
   void unpin(const Unpins& unpins);
   void unpin_rows(const Unpins& unpins);  // of rows that pinned_ does not count
 
@@ -199,9 +180,7 @@ class Horizon {
 
   std::atomic<bool> dropped_{false};
   std::atomic<size_t> pinned_{0}, absent_{0}, late_{0}, batch_bytes_{0};
-  std::atomic<size_t> loading_{0};  // keys of load_part() in progress
-  std::mutex taken_mutex_;          // held by take() and drop(); protects taken_
-  std::mutex adopt_mutex_;          // held by adopt(); locked after taken_mutex_
+  std::mutex taken_mutex_;  // held by take() and drop(); protects taken_
   std::set<const HorizonBatch*> taken_;
 };
 

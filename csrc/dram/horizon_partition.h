@@ -23,8 +23,7 @@ struct HorizonEntry {
   // the next one in the list of free indices.
   uint32_t slot;
   uint32_t uses : 24;  // batches, added and not released, that have the key
-  // Batches that have the key, added since it is in the window or its row was unpinned; at most kMostSeen.
-  uint32_t seen : 8;
+  uint32_t seen : 8;   // batches, added since the key is in the window, that have it; at most kMostSeen
 
   static constexpr uint32_t kMostSeen = 255;
   void use() {
@@ -34,10 +33,8 @@ struct HorizonEntry {
 
   static constexpr uint32_t kPending = ~uint32_t{0};  // in HorizonPartition::pending
   static constexpr uint32_t kLoading = ~uint32_t{0} - 1;
-  static constexpr uint32_t kAbsent = ~uint32_t{0} - 2;    // the look-ahead does not load the row, or has unpinned it
-  static constexpr uint32_t kReturned = ~uint32_t{0} - 3;  // kLoading, and the tier above has returned the row since
-  static bool pinned(uint32_t slot) { return slot < kReturned; }
-  static bool loading(uint32_t slot) { return slot == kLoading || slot == kReturned; }
+  static constexpr uint32_t kAbsent = ~uint32_t{0} - 2;  // the look-ahead does not load the row, or has unpinned it
+  static bool pinned(uint32_t slot) { return slot < kAbsent; }
   uint32_t load_slot() const { return std::atomic_ref(const_cast<uint32_t&>(slot)).load(std::memory_order_acquire); }
   void store_slot(uint32_t value) { std::atomic_ref(slot).store(value, std::memory_order_release); }
 };
@@ -48,7 +45,6 @@ static_assert(sizeof(HorizonEntry) == 16);
 class HorizonPartition {
  public:
   static constexpr uint32_t kMaxKeys = (1u << 24) - 2;
-  static constexpr uint32_t kNotFound = ~uint32_t{0};
 
   std::mutex mutex;
   std::vector<uint32_t> pending;  // indices of keys to load
@@ -70,17 +66,6 @@ class HorizonPartition {
     for (uint32_t value; (value = table_[at]) != kEmpty; at = after(at)) {
       if (value >> 24 == tag && value != kTomb) return __builtin_prefetch(&entry(value & kIndex), 1);
     }
-  }
-
-  // The index of a key, or kNotFound.
-  uint32_t find(uint64_t key, uint64_t hash) const {
-    if (table_.empty()) return kNotFound;
-    const uint32_t tag = tag_of(hash);
-    size_t at = bucket(hash);
-    for (uint32_t value; (value = table_[at]) != kEmpty; at = after(at)) {
-      if (value != kTomb && value >> 24 == tag && entry(value & kIndex).key == key) return value & kIndex;
-    }
-    return kNotFound;
   }
 
   // A new key is kPending, with uses == 0.

@@ -214,8 +214,7 @@ size_t DramTier::read_from_store(const Scratch::StoreReads& reads, size_t n, uin
 
 // ---- push
 
-void DramTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique, KnownSlots known,
-                    const WhilePinned& while_pinned) {
+void DramTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique, KnownSlots known) {
   ScratchPool::Lease s(scratch_);
   uint32_t* const slots = s->pushed_slots();
   for (size_t b = 0; b < n; b += s->keys_max()) {
@@ -243,14 +242,7 @@ void DramTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool di
     }
     // By visits: most come from the tier above, which keeps rows that are needed soon. An LRU would protect each of
     // them from eviction, also those that are seldom needed.
-    const auto unpin_part = [&] { release(*s, slots, keys + b, part, dirty, nullptr, true); };
-    try {
-      if (while_pinned) while_pinned(keys + b, part);
-    } catch (...) {
-      unpin_part();
-      throw;
-    }
-    unpin_part();
+    release(*s, slots, keys + b, part, dirty, nullptr, true);
   }
 }
 
@@ -331,7 +323,7 @@ uint64_t DramTier::next_slots_version() {
   return ++last;
 }
 
-// ---- pins of resident rows, erase
+// ---- erase
 
 void DramTier::for_free_shards_first(const uint64_t* keys, size_t n, const ShardTask& f) {
   std::vector<Probe> probes(n);
@@ -351,35 +343,22 @@ void DramTier::for_free_shards_first(const uint64_t* keys, size_t n, const Shard
   }
 }
 
-// Calls f(shard, tag, i, slot) for each key i that is resident, under the mutex of its shard. Needs no Scratch: pulls
+// Calls f(shard, tag, key, slot) for each key that is resident, under the mutex of its shard. Needs no Scratch: pulls
 // keep theirs while they wait for the store.
 template <typename F>
 void DramTier::for_resident(const uint64_t* keys, size_t n, const F& f) {
   const size_t tasks = n / kEraseKeys + 1;
   pool_.parallel(tasks, [&](size_t t) {
-    const size_t first = n * t / tasks, count = n * (t + 1) / tasks - first;
-    for_free_shards_first(keys + first, count, [&](Shard& shard, const Probe* probes, size_t m) {
+    const uint64_t* const part = keys + n * t / tasks;
+    for_free_shards_first(part, n * (t + 1) / tasks - n * t / tasks, [&](Shard& shard, const Probe* probes, size_t m) {
       for (size_t j = 0; j < m; ++j) {
         shard.prefetch(probes[std::min(j + kPrefetchAhead, m - 1)].tag);
-        const size_t i = first + probes[j].index;
-        const uint32_t slot = shard.find(probes[j].tag, keys[i]);
-        if (slot != kNoSlot) f(shard, probes[j].tag, i, slot);
+        const uint64_t key = part[probes[j].index];
+        const uint32_t slot = shard.find(probes[j].tag, key);
+        if (slot != kNoSlot) f(shard, probes[j].tag, key, slot);
       }
     });
   });
-}
-
-// A row that another call loads is not pinned: its load may fail. One that is being evicted stays resident then.
-size_t DramTier::pin_if_resident(const uint64_t* keys, size_t n, uint32_t* slots) {
-  std::atomic<size_t> pinned{0};
-  std::fill_n(slots, n, kNoSlot);
-  for_resident(keys, n, [&](Shard& shard, uint32_t, size_t i, uint32_t slot) {
-    if (is_loading(meta()[slot].load_state())) return;
-    shard.pin(slot);
-    slots[i] = slot;
-    ++pinned;
-  });
-  return pinned;
 }
 
 void DramTier::end_writes(const uint64_t* keys, size_t n) {
@@ -390,7 +369,7 @@ void DramTier::end_writes(const uint64_t* keys, size_t n) {
   };
   for (std::vector<uint32_t> written;; written.clear()) {
     std::mutex mutex;
-    for_resident(keys, n, [&](Shard&, uint32_t, size_t, uint32_t slot) {
+    for_resident(keys, n, [&](Shard&, uint32_t, uint64_t, uint32_t slot) {
       clear_dirty(slot);
       if (!writing(slot)) return;
       std::lock_guard lock(mutex);
@@ -411,13 +390,13 @@ size_t DramTier::erase(const uint64_t* keys, size_t n) {
   std::lock_guard no_copies(erase_mutex_);
   slots_version_ = next_slots_version();
   std::atomic<size_t> erased{0};
-  for_resident(keys, n, [&](Shard& shard, uint32_t tag, size_t i, uint32_t slot) {
+  for_resident(keys, n, [&](Shard& shard, uint32_t tag, uint64_t key, uint32_t slot) {
     ++erased;
     clear_dirty(slot);
     SlotMeta& m = meta()[slot];
     if (m.end_loading(SlotState::kErased) || is_loading(m.load_state())) return;
     if (m.pins > 0) {
-      initial_.store(keys[i], row(slot));
+      initial_.store(key, row(slot));
       return;
     }
     if (store_) shard.unlink(slot);  // without a store rows are in no list

@@ -91,9 +91,6 @@ class DramTier {
   // row that the store does not have, and sets its slot to kNoSlot.
   enum class Purpose : uint8_t { kBatch, kAheadOfPull, kAheadOfRead };
   void pull(const uint64_t* keys, size_t n, uint32_t* slots, Purpose purpose = Purpose::kBatch);
-  // Pins the rows of `keys` that are resident; sets the slots of the others to kNoSlot. Returns the number of pins.
-  // Never blocks on the store, and counts nothing in TierStats.
-  size_t pin_if_resident(const uint64_t* keys, size_t n, uint32_t* slots);
   // Releases one pin per slot. `dirty`: the rows were changed. `keys` (the keys the slots were pulled for) may be null;
   // passing them is faster. `batches`: of a look-ahead, see Shard::unpin(). Never blocks on the store.
   void unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t* keys = nullptr,
@@ -115,11 +112,9 @@ class DramTier {
   };
   // Replaces whole rows without reading the store. The last row of a repeated key wins; `unique` states that no key
   // repeats, which is faster. Large batches are pushed in parts: after an exception some rows may be in the tier.
-  // `known` saves lookups of unique keys; a slot that has lost its key since is not used. `while_pinned`, above a
-  // store: called with the keys of each part when their new rows are there and cannot be evicted yet.
-  using WhilePinned = std::function<void(const uint64_t* keys, size_t n)>;
+  // `known` saves lookups of unique keys; a slot that has lost its key since is not used.
   void push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique = false,
-            KnownSlots known = {nullptr, 0}, const WhilePinned& while_pinned = nullptr);
+            KnownSlots known = {nullptr, 0});
   // Differs between tiers and changes with erase(): a slot of the same version still has its key.
   uint64_t slots_version() const { return slots_version_; }
   bool keeps_slots() const { return store_ == nullptr; }

@@ -1,5 +1,4 @@
-"""Planted bugs in C++: deletions beside puts, scans that follow their range, the kept log, rows erased in DRAM,
-pins that follow rows to HBM and back."""
+"""Planted bugs in C++: deletions beside puts, scans that follow their range, the kept log, rows erased in DRAM."""
 
 from __future__ import annotations
 
@@ -190,26 +189,5 @@ CHANGES = [
         "  FairMutex erase_mutex_;",
         "  std::shared_mutex erase_mutex_;",
         "DramTierStress.EraseEnds",
-    ),
-    CppMutant(
-        "a row that returns from HBM while its part is loaded is not pinned",
-        "dram/horizon.cc",
-        "    if (e.slot == HorizonEntry::kLoading) e.store_slot(HorizonEntry::kReturned);\n",
-        "",
-        "HorizonAdopt.RowsThatReturn",
-    ),
-    CppMutant(
-        "rows that return from HBM fill the DRAM tier with pins",
-        "dram/horizon.cc",
-        " || room.fetch_sub(1, std::memory_order_relaxed) <= 0",
-        "",
-        "HorizonAdopt.PinsLeaveRoom",
-    ),
-    CppMutant(
-        "rows that moved to HBM keep the slot that was unpinned",
-        "dram/horizon.cc",
-        "      e.seen = 0;\n      e.store_slot(HorizonEntry::kAbsent);\n",
-        "      e.seen = 0;\n",
-        "HorizonAdopt.ABatchThatMovesUp",
     ),
 ]

@@ -255,8 +255,8 @@ MUTANTS = [
     Mutant(
         "the look-ahead unpins a row that another batch of the window uses",
         "dram/horizon.cc",
-        "    if (--e.uses > 0) {\n",
-        "    if (--e.uses > 0 && moved_up) {\n",
+        "    if (--e.uses > 0) continue;\n",
+        "    --e.uses;\n",
     ),
     Mutant(
         "a batch of the look-ahead that is freed keeps its rows",

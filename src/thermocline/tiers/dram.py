@@ -50,10 +50,6 @@ class Hint(Protocol):
     def drop(self) -> bool:
         """Unpin all rows, and wait until a load in progress has unpinned its own. Return False if called before."""
 
-    @property
-    def core(self) -> core.Horizon:
-        """Pins rows that will be needed, when the tier above no longer has them."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DramStats:
@@ -313,38 +309,21 @@ class DramTier:
         self._push(wanted, stored, dirty, unique)
 
     def push_stored(
-        self,
-        keys: Any,
-        stored: Any,
-        *,
-        dirty: bool = True,
-        unique: bool = False,
-        known: KnownSlots | None = None,
-        adopt: bool = False,
+        self, keys: Any, stored: Any, *, dirty: bool = True, unique: bool = False, known: KnownSlots | None = None
     ) -> None:
         """Insert or replace stored rows: see `push`.
 
         known   saves lookups of unique keys; a slot that has lost its key is not used
-        adopt   the tier above no longer has the rows: hints pin those that they need, see `adopt`
         """
         wanted = as_keys(keys)
-        self._push(wanted, floats_of(stored, (len(wanted), self._words), "stored"), dirty, unique, known, adopt)
+        self._push(wanted, floats_of(stored, (len(wanted), self._words), "stored"), dirty, unique, known)
 
-    def _push(
-        self,
-        keys: Keys,
-        stored: Floats,
-        dirty: bool,
-        unique: bool,
-        known: KnownSlots | None = None,
-        adopt: bool = False,
-    ) -> None:
+    def _push(self, keys: Keys, stored: Floats, dirty: bool, unique: bool, known: KnownSlots | None = None) -> None:
         """Push, in the memory of hints if that is needed: rows that HBM evicts cannot wait."""
         slots, version = (None, 0) if known is None else (known.slots, known.version)
         while True:
             try:
-                horizons = [hint.core for hint in self._live_hints()] if adopt else []
-                return self._core.push(keys, stored, dirty, unique, slots, version, horizons)
+                return self._core.push(keys, stored, dirty, unique, slots, version)
             except BudgetError:
                 if not self.drop_hints():
                     raise
@@ -372,16 +351,9 @@ class DramTier:
 
     def drop_hints(self) -> bool:
         """Unpin all rows that are pinned as a hint. Return whether there may have been any. Thread-safe."""
-        dropped = [hint.drop() for hint in self._live_hints()]
+        hints = [hint for ref in list(self.hints.values()) if (hint := ref()) is not None]
+        dropped = [hint.drop() for hint in hints]
         return any(dropped)
-
-    def adopt(self, keys: Keys) -> None:
-        """Pin rows that the tier above has returned, or evicted unchanged, if a hint needs them. Thread-safe."""
-        for hint in self._live_hints():
-            hint.core.adopt(keys)
-
-    def _live_hints(self) -> list[Hint]:
-        return [hint for ref in list(self.hints.values()) if (hint := ref()) is not None]
 
     def read(self, keys: Any, *, out: Any = None) -> Floats:
         """Return float32[n, dim + state]. A key without a row gives its initial row.

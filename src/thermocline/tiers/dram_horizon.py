@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from thermocline.arrays import Keys
 from thermocline.batch import WorkingSet
@@ -35,6 +36,8 @@ _PARTS_SHARE = 1 / 16
 _LEAST_KEYS = 16
 _ROWS_SHARE = 7 / 8
 """Share of the tier that the rows of a horizon may fill, also those that are not loaded yet."""
+_PINNED_SHARE = 15 / 16
+"""Share of the tier that may be pinned; the rest is for rows that batches in flight pull themselves."""
 
 
 _READ_COST, _PAGE_COST = 10.0, 2.0
@@ -108,13 +111,8 @@ class DramBatchAhead:
     def to_visit(self) -> float:
         return self.core.to_visit
 
-    def release(self, *, moved_up: bool = False) -> None:
-        """See `BatchAhead`.
-
-        moved_up   the tier above has the rows of the batch: those that later batches use are unpinned, too, until they
-                   return (`DramHorizon.adopt`)
-        """
-        self.core.release(moved_up)
+    def release(self) -> None:
+        self.core.release()
 
     @property
     def bytes(self) -> int:
@@ -187,8 +185,9 @@ class DramHorizon:
         if len(part) == 0:
             return False
         # Without the lock: the tier above may wait for a write-back, which may wait in `drop`.
+        skip = None
         if self._above is not None:
-            self._core.skip(part, self._above.resident(part.keys()))
+            skip = self._above.resident(part.keys())
             # Rows on their way down are in neither tier: to load them would read old rows, and their write-back would
             # wait until the whole part is read.
             self._above.wait_for_write_back()
@@ -197,7 +196,7 @@ class DramHorizon:
                 f"look-ahead: {self._dram.pinned} rows of {self._dram.capacity} are pinned: "
                 "rows are loaded as others are released"
             )
-        load = functools.partial(self._load_part, part)
+        load = functools.partial(self._load_part, part, skip)
         if not self._behind:
             with self._loading:
                 load()
@@ -210,13 +209,13 @@ class DramHorizon:
             thread.start()
         return True
 
-    def _load_part(self, part: core.HorizonPart) -> None:
+    def _load_part(self, part: core.HorizonPart, skip: npt.NDArray[np.uint8] | None) -> None:
         if not self._dropped:
-            self._core.load_part(part)
+            self._core.load_part(part, skip)
 
     def _fits(self, keys: int) -> bool:
         loading = sum(load.keys for load in tuple(self._loads))
-        return self._dram.pinned + loading + keys <= self._dram.capacity * core.Horizon.PINNED_SHARE
+        return self._dram.pinned + loading + keys <= self._dram.capacity * _PINNED_SHARE
 
     def _wait(self, most: int) -> bool:
         """Wait until at most this many parts are loading, and raise their errors. False: none has ended."""
@@ -234,11 +233,6 @@ class DramHorizon:
             if len(left) <= most:
                 return ended
             left[0].join()
-
-    @property
-    def core(self) -> core.Horizon:
-        """See `Hint`."""
-        return self._core
 
     def drop(self) -> bool:
         with self._lock:

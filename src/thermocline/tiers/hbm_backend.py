@@ -138,7 +138,7 @@ class HbmBackend:
     def load(self, window: HbmWindow) -> None:
         assert window.pins is not None
         self.hbm.load(window.pins)
-        window.release_ahead(loaded=True)
+        window.release_ahead()
 
     def loads_nothing(self, window: HbmWindow) -> bool:
         assert window.pins is not None

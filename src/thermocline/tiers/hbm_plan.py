@@ -290,8 +290,7 @@ class HbmWindow:
             pins.release()
         self.release_ahead()
 
-    def release_ahead(self, *, loaded: bool = False) -> None:
-        """End the batches of the look-ahead. `loaded`: HBM has their rows."""
+    def release_ahead(self) -> None:
         ahead, self.ahead = self.ahead, ()
         for batch in ahead:
-            batch.release(moved_up=loaded)
+            batch.release()

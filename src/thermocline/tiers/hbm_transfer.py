@@ -4,8 +4,7 @@ Order of one window, whose slots were planned on the planning stream of `HbmTier
 
 1. `enqueue` (planning thread) copies the evicted rows into page-locked memory on the *out* stream, after training's
    last use of them, and queues the load of the missing rows.
-2. The write-back thread waits for that copy and pushes the changed rows into the DRAM tier, where a look-ahead pins
-   those that it needs.
+2. The write-back thread waits for that copy and pushes the changed rows into the DRAM tier.
 3. `load` (any thread, in the order of the plans) waits for the write-back of all earlier plans, reads the missing rows
    from the DRAM tier into page-locked memory and copies them into their slots on the *in* stream.
 
@@ -151,10 +150,7 @@ class RowTransfer:
                 self._wait_for(copied)
                 changed = dirty.numpy().astype(bool)
                 some = slice(None) if changed.all() else changed
-                down, known_down = as_uint64(keys), None if known is None else known[some]
-                self.write_back(down[some], rows.numpy()[some], known_down, evicted=True)
-                if not changed.all():
-                    self.dram.adopt(down[~changed])
+                self.write_back(keys.numpy()[some], rows.numpy()[some], None if known is None else known[some])
             except BaseException as error:  # now: only the last write-back is waited for, and it may succeed
                 self.record_failure(error)
                 raise
@@ -162,10 +158,10 @@ class RowTransfer:
         self._last_write_back = self._write_back_thread.submit(write_back)
         buffer.wait_for_reader = functools.partial(self._wait_write_back, self._last_write_back)
 
-    def write_back(self, keys: Any, rows: Floats, known: KnownSlots | None = None, *, evicted: bool = False) -> None:
-        """Push changed rows into the DRAM tier. `evicted`: HBM no longer has them."""
+    def write_back(self, keys: Any, rows: Floats, known: KnownSlots | None = None) -> None:
+        """Push changed rows into the DRAM tier."""
         if len(keys):
-            self.dram.push_stored(keys, rows, dirty=True, unique=True, known=known, adopt=evicted)
+            self.dram.push_stored(keys, rows, dirty=True, unique=True, known=known)
             self.written_back += len(keys)
 
     def staging_rows(self, rows: int) -> torch.Tensor:
