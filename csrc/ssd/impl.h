@@ -95,7 +95,7 @@ class SsdStore::Impl {
     uint64_t memory_ = 0;
   };
   RangeView view(KeyRange range);
-  // Of the range of `followed`; `buffered` is in followed->rows. nullopt: see SsdStore::follow(), with `kept` and
+  // View of the range of `followed`; `buffered` is in followed->rows. nullopt: see SsdStore::follow(), with `kept` and
   // `buffers`.
   std::optional<RangeView> view(const std::shared_ptr<Followed>& followed, uint64_t kept, uint64_t buffers);
   void end_reading(Followed& followed);  // the scan has returned its last row

@@ -145,13 +145,25 @@ TEST(StoreFollow, ChangesThatTakeTooMuchMemoryAreGivenUp) {
   CHECK(!scan->changed({}, 1, &key, row, &deleted));
 }
 
-// Else a step that deletes rows would wait for the writes of evictions, and for merges.
-TEST(StoreFollow, DeletionsDoNotWaitForAPut) {
+// A store with 1,000 rows whose failpoints a test may use.
+struct StoreWithFaults {
+  std::shared_ptr<MemFs> inner;
+  std::shared_ptr<FaultFs> fs;
+  std::unique_ptr<SsdStore> store;
+};
+
+StoreWithFaults store_with_faults() {
   auto inner = std::make_shared<MemFs>();
   inner->make_dir("/s");
   auto fs = std::make_shared<FaultFs>(inner);
   auto store = SsdStore::open(fs, "/s/a", small_options());
   put_range(*store, 0, 1000);
+  return {std::move(inner), std::move(fs), std::move(store)};
+}
+
+// Else a step that deletes rows would wait for the writes of evictions, and for merges.
+TEST(StoreFollow, DeletionsDoNotWaitForAPut) {
+  auto [inner, fs, store] = store_with_faults();
   std::atomic<bool> writing{false}, erased{false};
   fs->on_point([&](std::string_view point) {
     if (point != "extent.indexed") return;
@@ -181,11 +193,7 @@ TEST(StoreFollow, DeletionsDoNotWaitForAPut) {
 
 // Without a put() they would fill their memory, and one of them would write them, and wait for puts of other threads.
 TEST(StoreFollow, DeletionsAreBufferedWithoutAPut) {
-  auto inner = std::make_shared<MemFs>();
-  inner->make_dir("/s");
-  auto fs = std::make_shared<FaultFs>(inner);
-  auto store = SsdStore::open(fs, "/s/a", small_options());
-  put_range(*store, 0, 1000);
+  auto [inner, fs, store] = store_with_faults();
   store->commit("");
   std::atomic<size_t> flushed{0}, flushed_here{0};
   fs->on_point([&, here = std::this_thread::get_id()](std::string_view point) {
@@ -210,11 +218,7 @@ TEST(StoreFollow, DeletionsAreBufferedWithoutAPut) {
 
 // A deletion during a put() of the key is the newer of the two: in get(), and in the changes of a scan.
 TEST(StoreFollow, ADeletionDuringAPutIsAChange) {
-  auto inner = std::make_shared<MemFs>();
-  inner->make_dir("/s");
-  auto fs = std::make_shared<FaultFs>(inner);
-  auto store = SsdStore::open(fs, "/s/a", small_options());
-  put_range(*store, 0, 1000);
+  auto [inner, fs, store] = store_with_faults();
   auto scan = store->follow({});
   const Oracle read = read_all(*scan);
   const std::vector<uint64_t> keys{3, 700};

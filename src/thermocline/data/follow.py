@@ -26,6 +26,7 @@ from thermocline.config.data import Data
 from thermocline.data.feature_hashing import make_hasher
 from thermocline.data.features import FeatureCounts, Features
 from thermocline.data.files import NoExamples, Source
+from thermocline.data.formats import even_block_bytes
 from thermocline.data.new_files import NewFiles, Taken
 from thermocline.data.reader import Reader, Skipped
 from thermocline.data.text_blocks import Malformed
@@ -36,7 +37,6 @@ _POLL_SECONDS = 0.2
 _AGREE_SECONDS = 0.01
 _VISIBLE_SECONDS = 30.0
 """Time after which a file that rank 0 has listed must be visible to the other ranks."""
-_LEAST_BLOCK, _MOST_BLOCK = 1 << 14, 1 << 20
 _BLOCKS_PER_RANK = 4
 
 
@@ -392,8 +392,7 @@ class FollowReader(FeatureCounts):
         ranks = self._agreement
         if ranks is None:
             return {}
-        size = source.size // (_BLOCKS_PER_RANK * ranks.world)
-        block_bytes = min(max(size, _LEAST_BLOCK), _MOST_BLOCK)
+        block_bytes = even_block_bytes([source], _BLOCKS_PER_RANK * ranks.world)
         shard = (ranks.rank + number) % ranks.world, ranks.world
         return {"shard": shard, "contiguous": True, "block_bytes": block_bytes}
 

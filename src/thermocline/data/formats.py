@@ -104,8 +104,7 @@ def open_files(
     if block_bytes is None:
         block_bytes = _REMOTE_BLOCK_BYTES if any(source.remote for source in sources) else _BLOCK_BYTES
         if shards > 1 and format not in _COLUMNAR:  # whose blocks are row groups and record batches
-            share = sum(source.size for source in sources) // (shards * _BLOCKS_PER_SHARD)
-            block_bytes = min(block_bytes, max(share, _LEAST_BLOCK_BYTES))
+            block_bytes = even_block_bytes(sources, shards * _BLOCKS_PER_SHARD, block_bytes)
     partitions = next((source.partitions for source in sources if source.partitions), None)
     if partitions and format not in ("csv", *_COLUMNAR):
         name = next(iter(partitions))
@@ -134,6 +133,11 @@ def open_files(
     identity += ["line_breaks"] * (isinstance(blocks, TextBlocks) and blocks.line_breaks)
     digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=8).hexdigest()
     return OpenedFiles(sources, format, blocks, resolved, block_bytes, digest)
+
+
+def even_block_bytes(sources: Sequence[Source], blocks: int, most: int = _BLOCK_BYTES) -> int:
+    """Return the size of blocks of text for at least so many blocks in all: at least 16 KiB, at most `most`."""
+    return min(most, max(sum(source.size for source in sources) // blocks, _LEAST_BLOCK_BYTES))
 
 
 def no_examples(sources: Sequence[Source]) -> str:

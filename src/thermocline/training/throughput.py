@@ -71,7 +71,7 @@ class ThroughputMeter:
         self._window = window
         self._thread: ThreadPoolExecutor | None = None
         self._updates: deque[Future[None]] = deque()
-        """What the thread has not counted yet, oldest first."""
+        """Updates that the thread has not made yet, oldest first."""
         self._joined, self._spare = np.empty((2, 2, 0, 0), np.float32)
         """Logits and labels of batches that are not counted yet, and memory for those after them."""
         self._joined_size = self._joined_count = 0
